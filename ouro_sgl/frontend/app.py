@@ -1,0 +1,230 @@
+"""The HTTP application: a raw ASGI route for ``/generate`` in front of the FastAPI routes.
+
+The front also does what every route needs: the API key and the limit on bodies. It reads a body whole
+before anything looks at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import orjson
+
+from ouro_sgl.errors import RequestError
+from ouro_sgl.frontend.manager import Call, TokenizerManager
+from ouro_sgl.frontend.routes import error_body, make_routes, schema_error_body
+from ouro_sgl.frontend.schema import SchemaError, decode_body
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+HEALTH_ROUTES = ("/health", "/health_generate")
+# Seconds until somebody listens for the client's disconnect: most answers are out before, and a task
+# for each of them would be wasted.
+WATCH_AFTER = 0.25
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(RequestError):
+    """Nobody is there to read the answer."""
+
+    def __init__(self) -> None:
+        super().__init__("the client disconnected", 499)
+
+
+class Application:
+    """ASGI application.
+
+    Args:
+        manager: answers the requests.
+        api_key: bearer token that all but the health routes ask for; None: open.
+        max_body_bytes: a longer body gets 413.
+    """
+
+    def __init__(self, manager: TokenizerManager, api_key: str | None, max_body_bytes: int) -> None:
+        self._manager = manager
+        self._routes = make_routes(manager)
+        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if self._authorization is not None and path not in HEALTH_ROUTES:
+            given = _header(scope, b"authorization") or b""
+            if not hmac.compare_digest(given, self._authorization):
+                await _send_json(send, 401, error_body("a valid API key is needed"))
+                return
+        method = scope["method"]
+        if method not in ("POST", "PUT", "PATCH"):
+            if path == "/generate":
+                await _send_json(send, 405, {"detail": "Method Not Allowed"})
+            else:
+                await self._routes(scope, receive, send)
+            return
+        try:
+            body = await self._read_body(scope, receive)
+        except ClientGone:
+            return
+        except RequestError as error:
+            await _send_json(send, error.status, error_body(error.message))
+            return
+        if path == "/generate" and method != "PATCH":
+            await self._generate(scope, body, receive, send)
+        else:
+            await self._routes(scope, _replay(body, receive), send)
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body.
+
+        Raises:
+            RequestError: status 413, it is longer than allowed.
+            ClientGone: it will never be complete.
+        """
+        limit = self._max_body_bytes
+        too_long = RequestError(f"the request body is longer than {limit} bytes", 413)
+        announced = _header(scope, b"content-length")
+        if announced is not None and int(announced) > limit:
+            raise too_long
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise too_long
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _generate(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        try:
+            _check_content_type(scope)
+            request = decode_body(body)
+        except SchemaError as error:
+            await _send_json(send, 400, schema_error_body(error.message))
+            return
+        try:
+            call = await self._manager.submit(request)
+        except RequestError as error:
+            # Streams report what was wrong with the request in the stream, but a server that cannot
+            # answer at all says so in the status.
+            if request.stream and error.status == 400:
+                await _send_stream_error(send, error, started=False)
+            else:
+                await _send_json(send, error.status, error_body(error.message))
+            return
+        watch = _DisconnectWatch(receive, call)
+        try:
+            await (self._stream if request.stream else self._answer)(call, send)
+        finally:
+            watch.close()
+            self._manager.release(call)
+
+    async def _answer(self, call: Call, send: Send) -> None:
+        try:
+            answer = await call.answer()
+        except ClientGone:
+            return
+        except RequestError as error:
+            await _send_json(send, error.status, error_body(error.message))
+            return
+        # The request ids are free before the client can see the answer.
+        self._manager.release(call)
+        await _send_json(send, 200, answer)
+
+    async def _stream(self, call: Call, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        try:
+            async for answer in call.snapshots():
+                chunk = b"data: " + orjson.dumps(answer) + b"\n\n"
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except ClientGone:
+            return
+        except RequestError as error:
+            await _send_stream_error(send, error, started=True)
+            return
+        self._manager.release(call)
+        await send({"type": "http.response.body", "body": DONE})
+
+
+class _DisconnectWatch:
+    """Ends a call whose client is gone."""
+
+    def __init__(self, receive: Receive, call: Call) -> None:
+        self._receive = receive
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(WATCH_AFTER, self._start)
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._call.fail(ClientGone())
+
+    def close(self) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            found: bytes = value
+            return found
+    return None
+
+
+def _check_content_type(scope: Scope) -> None:
+    """JSON must be announced as such, or not at all.
+
+    Raises:
+        SchemaError: the body is announced as something else.
+    """
+    content_type = _header(scope, b"content-type")
+    if content_type is None:
+        return
+    kind = content_type.split(b";", 1)[0].strip().lower()
+    if kind != b"application/json" and not kind.endswith(b"+json"):
+        raise SchemaError(f"content-type must be application/json, not {kind.decode('latin-1')}")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A ``receive`` that hands out ``body`` first."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+async def _send_json(send: Send, status: int, payload: Any) -> None:
+    body = orjson.dumps(payload)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_stream_error(send: Send, error: RequestError, *, started: bool) -> None:
+    if not started:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+    event = b"data: " + orjson.dumps(error_body(error.message)) + b"\n\n"
+    await send({"type": "http.response.body", "body": event + DONE})

@@ -1,0 +1,31 @@
+"""Counters of the frontend, in the text format of Prometheus. The names are those of SGLang."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """Totals since the start. Refused requests and health probes are in no other counter."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = self._counter("num_requests", "sequences that were accepted", model_name)
+        self.aborted = self._counter("num_aborted_requests", "sequences that ended by an abort", model_name)
+        self.failed = self._counter("num_failed_requests", "sequences that ended with an error", model_name)
+        self.refused = self._counter("num_refused_requests", "calls that were refused", model_name)
+        self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of ended sequences", model_name)
+        self.cached_tokens = self._counter("cached_tokens", "prompt tokens found in the cache", model_name)
+        self.generation_tokens = self._counter("generation_tokens", "tokens that were generated", model_name)
+        self.generation_loops = self._counter(
+            "generation_loops", "loops that generated tokens ran, all together", model_name
+        )
+
+    def _counter(self, name: str, help_text: str, model_name: str) -> Counter:
+        counter = Counter(f"sglang:{name}", help_text, ["model_name"], registry=self._registry)
+        return counter.labels(model_name=model_name)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)

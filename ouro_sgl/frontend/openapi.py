@@ -1,0 +1,118 @@
+"""What ``/docs`` says about ``/generate``.
+
+The route itself never sees pydantic (it decodes its body with ``schema.GenerateBody``); these models
+only describe it. A test compares their fields with what the route accepts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+from pydantic.json_schema import models_json_schema
+
+REFS = "#/components/schemas/{model}"
+
+
+class SamplingParamsDoc(BaseModel):
+    """How to sample, stop and leave the loop. Null means the default; unknown keys are refused."""
+
+    max_new_tokens: int | None = Field(128, ge=0, description="null: to the end of the context")
+    min_new_tokens: int = Field(0, ge=0)
+    stop: str | list[str] | None = Field(None, description="at most 32 strings; the first in the list wins")
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = Field(False, description="go on after end ids and stop_token_ids")
+    no_stop_trim: bool = Field(False, description="keep the matched stop in the text")
+    temperature: float = Field(1.0, ge=0.0, description="below 1e-6: greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(-1, description="-1: off")
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=2.0)
+    logit_bias: dict[str, float] | None = Field(None, description="added to the logits, by token id")
+    sampling_seed: int | None = Field(None, description="64 bit; the same seed gives the same tokens")
+    n: int = Field(1, ge=1, description="samples of each prompt")
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = Field(True, description="accepted; changes nothing here")
+    stream_interval: int = Field(1, ge=1, description="tokens between two chunks of a stream")
+    exit_mode: str | None = Field(
+        None, description="ouro, ouro_delayed, random_lookahead, lookahead or trace; null: the server's"
+    )
+    min_loops: int | None = Field(None, ge=1, description="loops that every generated token runs at least")
+    max_loops: int | None = Field(None, ge=1, description="loops after which every token leaves")
+    exit_threshold: float | None = Field(
+        None, ge=0.0, le=1.0, description="leave when the exit probability reached this; 1: never early"
+    )
+    exit_trace: list[int] | None = Field(
+        None, description="exit depth of each output token; the first is full"
+    )
+    trace_id: str | None = Field(None, description="an entry of the server's exit trace file")
+
+
+class GenerateDoc(BaseModel):
+    """One prompt or a batch; fields that may be lists then hold one entry for each prompt."""
+
+    text: str | list[str] | None = Field(None, examples=["Once upon a time"])
+    input_ids: list[int] | list[list[int]] | None = Field(None, description="instead of text")
+    sampling_params: SamplingParamsDoc | list[SamplingParamsDoc] | None = None
+    stream: bool = Field(False, description="server-sent events, each with the whole answer so far")
+    rid: str | list[str] | None = Field(None, description="id for /abort_request, unique while it runs")
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] | None = Field(
+        None, description="first prompt position to score; -1: output only"
+    )
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: list[int] | list[list[int]] | None = None
+    return_text_in_logprobs: bool = False
+    return_prompt_token_ids: bool = False
+    extra_key: str | list[str] | None = Field(None, description="namespace of the prefix cache")
+    priority: int = Field(0, description="higher goes first")
+
+
+class MetaInfoDoc(BaseModel):
+    id: str
+    finish_reason: dict[str, Any] | None = Field(description="type stop, length or abort; null while running")
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = Field(description="prompt tokens found in the prefix cache")
+    num_retractions: int
+    e2e_latency: float = Field(description="seconds")
+    weight_version: str
+    exit_depths: list[int] = Field(description="loops run for each output token")
+    mean_exit_depth: float | None
+
+
+class AnswerDoc(BaseModel):
+    """Answer of one sequence; a batch or n > 1 gets a list of them."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfoDoc
+
+
+def describe_generate() -> tuple[dict[str, Any], dict[str, Any]]:
+    """(path item of ``/generate``, component schemas that it refers to)."""
+    references, definitions = models_json_schema(
+        [(GenerateDoc, "validation"), (AnswerDoc, "serialization")], ref_template=REFS
+    )
+    operation = {
+        "summary": "Generate text",
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": references[(GenerateDoc, "validation")]}},
+        },
+        "responses": {
+            "200": {
+                "description": "The answer, or a stream of answers that ends with `data: [DONE]`",
+                "content": {"application/json": {"schema": references[(AnswerDoc, "serialization")]}},
+            },
+            "400": {"description": "The request is refused; the message says why"},
+            "503": {"description": "The server is starting or stopping"},
+        },
+    }
+    path = {
+        "post": {**operation, "operationId": "generate"},
+        "put": {**operation, "operationId": "generate_put"},
+    }
+    return path, definitions.get("$defs", {})

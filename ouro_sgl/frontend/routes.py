@@ -1,0 +1,269 @@
+"""Every HTTP route but ``/generate``, as a FastAPI application."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
+
+import ouro_sgl
+from ouro_sgl.errors import RequestError
+from ouro_sgl.frontend.manager import TokenizerManager
+from ouro_sgl.frontend.metrics import CONTENT_TYPE
+from ouro_sgl.frontend.openapi import describe_generate
+from ouro_sgl.frontend.sampling import check_ids
+from ouro_sgl.frontend.sequence import WEIGHT_VERSION
+from ouro_sgl.models.config import read_json
+
+PROBE_TIMEOUT = 20.0  # seconds
+
+# Routes of SGLang that this version does not serve: method, path.
+REFUSED_ROUTES = (
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/pause_generation"),
+    ("POST", "/continue_generation"),
+    ("GET", "/start_profile"),
+    ("GET", "/stop_profile"),
+)
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{model} · ouro_sgl</title>
+<style>
+ body {{ font: 16px/1.6 system-ui, sans-serif; color: #1d2433; background: #f5f3ee; margin: 0 }}
+ main {{ max-width: 40rem; margin: 12vh auto; padding: 0 1.5rem }}
+ h1 {{ font-size: 1.9rem; margin: 0 }}
+ .state {{ color: #8a5a00 }} .state.up {{ color: #1f7a4d }}
+ dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.5rem; margin: 1.5rem 0 }}
+ dt {{ color: #6b7280 }} dd {{ margin: 0; font-variant-numeric: tabular-nums }}
+ a {{ color: #2348b5 }} pre {{ background: #fff; padding: 1rem; border-radius: 8px; overflow-x: auto }}
+</style></head><body><main>
+<h1>{model}</h1>
+<div class="state {state}">{status}</div>
+<dl>{facts}</dl>
+<pre>curl {url}generate -H 'Content-Type: application/json' \\
+  -d '{{"text": "Once upon a time", "sampling_params": {{"exit_threshold": 0.5}}}}'</pre>
+<p><a href="docs">API documentation</a> · <a href="metrics">metrics</a> ·
+<a href="server_info">settings</a></p>
+</main></body></html>
+"""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class AbortBody(Strict):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class TokenizeBody(Strict):
+    prompt: str | list[str]
+    add_special_tokens: bool = True  # this tokenizer adds none either way
+
+
+class DetokenizeBody(Strict):
+    tokens: list[int] | list[list[int]]
+    skip_special_tokens: bool = True
+
+
+def error_body(message: str) -> dict[str, Any]:
+    """A request was understood and refused."""
+    return {"error": {"message": message}}
+
+
+def schema_error_body(message: str) -> dict[str, Any]:
+    """A request could not be understood."""
+    return {"object": "error", "message": message, "type": "BadRequestError", "param": None, "code": 400}
+
+
+def make_routes(manager: TokenizerManager) -> FastAPI:
+    """The application; ``/generate`` is only documented in it."""
+    app = FastAPI(
+        title="ouro_sgl",
+        version=ouro_sgl.__version__,
+        description=f"Serving {manager.model_name}: the native routes of SGLang, for a looped model.",
+        redoc_url=None,
+    )
+    _add_error_handlers(app)
+    _add_pages(app, manager)
+    _add_health(app, manager)
+    _add_info(app, manager)
+    _add_actions(app, manager)
+    for method, path in REFUSED_ROUTES:
+        app.add_api_route(path, _refuse, methods=[method], include_in_schema=False)
+    make_schema = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = make_schema()
+            path, models = describe_generate()
+            schema["paths"] = {"/generate": path, **schema["paths"]}
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(models)
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
+    return app
+
+
+async def _refuse(request: Request) -> JSONResponse:
+    return JSONResponse(error_body(f"{request.url.path} is not supported yet by this server"), 400)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RequestError)
+    async def refused(request: Request, error: RequestError) -> Response:
+        return JSONResponse(error_body(error.message), error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return JSONResponse(schema_error_body(f"{where}: {first['msg']}"), 400)
+
+    @app.exception_handler(HTTPException)
+    async def failed(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400:  # a body that is no JSON
+            return JSONResponse(schema_error_body(str(error.detail)), 400)
+        return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
+
+
+def _add_pages(app: FastAPI, manager: TokenizerManager) -> None:
+    @app.get("/", include_in_schema=False)
+    async def start_page(request: Request) -> HTMLResponse:
+        facts: dict[str, Any] = {"loops per token": f"up to {manager.model.total_loops}"}
+        if manager.facts is not None:
+            facts["longest request"] = f"{manager.facts.served_length} tokens"
+            facts["K/V slots"] = manager.facts.num_slots
+            facts["requests at once"] = manager.facts.max_rows
+        facts["exit mode"] = manager.args.exit_mode
+        facts["version"] = f"ouro_sgl {ouro_sgl.__version__}"
+        status, state = ("ready", "up") if _is_healthy(manager) else ("not ready", "")
+        rows = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(str(v))}</dd>" for k, v in facts.items())
+        return HTMLResponse(
+            PAGE.format(
+                model=html.escape(manager.model_name),
+                status=status,
+                state=state,
+                facts=rows,
+                url=html.escape(str(request.base_url)),
+            )
+        )
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(manager.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+def _is_healthy(manager: TokenizerManager) -> bool:
+    return manager.ready.is_set() and manager.failure is None and not manager.stopping
+
+
+def _add_health(app: FastAPI, manager: TokenizerManager) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if _is_healthy(manager) else 503)
+
+    @app.get("/health_generate")
+    async def health_generate() -> Response:
+        answered = _is_healthy(manager) and await manager.probe(PROBE_TIMEOUT)
+        return Response(status_code=200 if answered else 503)
+
+
+def _add_info(app: FastAPI, manager: TokenizerManager) -> None:
+    args = manager.args
+    architectures = read_json(Path(args.model_path) / "config.json").get("architectures")
+
+    @app.get("/get_model_info")
+    @app.get("/model_info")
+    async def model_info() -> dict[str, Any]:
+        limits = manager.limits()
+        return {
+            "model_path": args.model_path,
+            "served_model_name": manager.model_name,
+            "tokenizer_path": args.tokenizer_path or args.model_path,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": WEIGHT_VERSION,
+            "load_format": args.load_format,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": "ouro",
+            "architectures": architectures,
+            "total_loops": limits.total_loops,
+            "vocab_size": limits.vocab_size,
+            "context_length": limits.context_length,
+        }
+
+    @app.get("/get_server_info")
+    @app.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        manager.limits()
+        assert manager.facts is not None
+        settings = {name: value for name, value in asdict(args).items() if name != "api_key"}
+        return {
+            **settings,
+            **manager.facts.server_info,
+            "served_length": manager.facts.served_length,
+            "num_slots": manager.facts.num_slots,
+            "internal_states": [await manager.scheduler_info()],
+            "version": ouro_sgl.__version__,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        card = {
+            "id": manager.model_name,
+            "object": "model",
+            "created": manager.created,
+            "owned_by": "ouro_sgl",
+            "root": args.model_path,
+            "max_model_len": manager.limits().served_length,
+        }
+        return {"object": "list", "data": [card]}
+
+
+def _add_actions(app: FastAPI, manager: TokenizerManager) -> None:
+    @app.get("/flush_cache", operation_id="flush_cache_get")
+    @app.post("/flush_cache", operation_id="flush_cache_post")
+    async def flush_cache() -> PlainTextResponse:
+        reply = await manager.flush_cache()
+        if reply.ok:
+            return PlainTextResponse("Cache flushed.\n")
+        return PlainTextResponse(f"Cache not flushed: {reply.message}\n", 400)
+
+    @app.post("/abort_request")
+    async def abort_request(body: Annotated[AbortBody, Body()]) -> Response:
+        manager.limits()
+        manager.abort(body.rid, abort_all=body.abort_all)
+        return Response(status_code=200)
+
+    @app.post("/tokenize")
+    async def tokenize(body: Annotated[TokenizeBody, Body()]) -> dict[str, Any]:
+        length = manager.limits().served_length
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        lists = await asyncio.to_thread(lambda: [manager.tokenizer.encode(text) for text in texts])
+        if isinstance(body.prompt, str):
+            return {"tokens": lists[0], "count": len(lists[0]), "max_model_len": length}
+        return {"tokens": lists, "count": [len(ids) for ids in lists], "max_model_len": length}
+
+    @app.post("/detokenize")
+    async def detokenize(body: Annotated[DetokenizeBody, Body()]) -> dict[str, Any]:
+        vocab_size = manager.limits().vocab_size
+        batch = bool(body.tokens) and isinstance(body.tokens[0], list)
+        lists = body.tokens if batch else [body.tokens]
+        texts = [
+            manager.tokenizer.decode(check_ids("tokens", ids, vocab_size), body.skip_special_tokens)
+            for ids in lists
+        ]
+        return {"text": texts if batch else texts[0]}

@@ -1,0 +1,234 @@
+"""The body of ``/generate``: its shape, and its expansion into prompts.
+
+Types are checked while the JSON is decoded (:class:`GenerateBody`), values here. Unknown top-level
+keys are ignored, as clients of SGLang expect. A batch is refused as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from ouro_sgl.errors import RequestError
+from ouro_sgl.frontend.sampling import Limits, SamplingParams, check_ids, parse_sampling_params
+
+MAX_SEQUENCES = 8192  # prompts times samples of one call
+INT64 = 1 << 63
+
+T = TypeVar("T")
+
+
+class SchemaError(RequestError):
+    """The body is not JSON, or a field has the wrong type."""
+
+
+class GenerateBody(msgspec.Struct):
+    """Fields of a request; null and absent mean the same. See :class:`Prompt` for their meaning."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: str | list[str] | None = None
+    stream: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int] | None] | None = None
+    return_text_in_logprobs: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_exit_logprobs: bool | None = None
+    extra_key: str | list[str] | None = None
+    priority: int | None = None
+
+
+_decoder = msgspec.json.Decoder(GenerateBody)
+
+
+def decode_body(data: bytes) -> GenerateBody:
+    """Parse a request body.
+
+    Raises:
+        SchemaError: it is not JSON in UTF-8, or not of the shape of :class:`GenerateBody`.
+    """
+    try:
+        if not data.isascii():
+            data.decode("utf-8")  # the decoder below skips over what it does not need
+        return _decoder.decode(data)
+    except UnicodeDecodeError:
+        raise SchemaError("the request body is not valid UTF-8") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise SchemaError(f"the request body cannot be read: {error}") from None
+
+
+def convert_body(payload: dict[str, Any]) -> GenerateBody:
+    """The same for Python objects.
+
+    Raises:
+        SchemaError: a field has the wrong type.
+    """
+    try:
+        return msgspec.convert(payload, GenerateBody)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise SchemaError(str(error)) from None
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt of a call: ``text`` or ``ids``, and how to run it."""
+
+    text: str | None
+    ids: list[int]  # empty until the text is tokenized
+    sampling: SamplingParams
+    logprobs: bool
+    logprob_start: int | None  # position of the first prompt token to score; None: none
+    top_logprobs_num: int
+    token_ids_logprob: list[int]
+    extra_key: str | None
+
+
+@dataclass(slots=True)
+class Expanded:
+    """A whole call. Its sequences are numbered prompt by prompt, ``samples`` for each."""
+
+    prompts: list[Prompt]
+    samples: int  # n
+    many: bool  # the client expects a list
+    rids: list[str] | None  # by sequence; None: to be made up
+    groups: dict[str, range]  # names that the client gave to several sequences together
+
+
+def expand(body: GenerateBody, limits: Limits) -> Expanded:
+    """Check every value that does not need the tokenizer and split the call into prompts.
+
+    Raises:
+        RequestError: a value is out of range, lists differ in length, a field is not served.
+    """
+    if body.return_exit_logprobs:
+        raise RequestError("return_exit_logprobs is not supported yet by this server")
+    if body.priority is not None and not -INT64 <= body.priority < INT64:
+        raise RequestError("priority must be a 64-bit integer")
+    inputs, batch = _inputs(body, limits)
+    size = len(inputs)
+    if size > MAX_SEQUENCES:
+        raise RequestError(f"a call may hold at most {MAX_SEQUENCES} sequences, got {size}")
+
+    samplings = _samplings(body, size, batch, limits)
+    samples = samplings[0].n
+    if any(sampling.n != samples for sampling in samplings):
+        raise RequestError("n must be the same for all prompts of a batch")
+    if size * samples > MAX_SEQUENCES:
+        raise RequestError(
+            f"a call may hold at most {MAX_SEQUENCES} sequences: {size} prompts times n {samples}"
+        )
+
+    logprobs = _per_prompt("return_logprob", body.return_logprob, size, False)
+    starts = _per_prompt("logprob_start_len", body.logprob_start_len, size, None)
+    tops = _per_prompt("top_logprobs_num", body.top_logprobs_num, size, 0)
+    extra_keys = _per_prompt("extra_key", body.extra_key, size, None)
+    scored = _scored_ids(body.token_ids_logprob, size, batch)
+    # Clients that score bare token lists (unconditional likelihood) send no start and want them all.
+    ids_batch = body.text is None and batch
+    prompts = []
+    for index, (text, ids) in enumerate(inputs):
+        sampling, start, top = samplings[index], starts[index], tops[index]
+        token_ids = check_ids("token_ids_logprob", scored[index], limits.vocab_size)
+        if not 0 <= top <= limits.vocab_size:
+            raise RequestError(f"top_logprobs_num must be in [0, {limits.vocab_size}], got {top}")
+        if start is not None and start < -1:
+            raise RequestError(f"logprob_start_len must be -1 or a position, got {start}")
+        if start is None and ids_batch and sampling.max_new_tokens == 0:
+            start = 0
+        wanted = logprobs[index]
+        prompts.append(
+            Prompt(
+                text=text,
+                ids=ids,
+                sampling=sampling,
+                logprobs=wanted,
+                logprob_start=None if start == -1 or not wanted else start,
+                top_logprobs_num=top if wanted else 0,
+                token_ids_logprob=token_ids if wanted else [],
+                extra_key=extra_keys[index] or None,
+            )
+        )
+    rids, groups = _rids(body.rid, size, samples, batch)
+    return Expanded(prompts, samples, many=batch or samples > 1, rids=rids, groups=groups)
+
+
+def _inputs(body: GenerateBody, limits: Limits) -> tuple[list[tuple[str | None, list[int]]], bool]:
+    """(text, ids) of every prompt, and whether the client sent a batch."""
+    if body.text is not None:
+        texts = [body.text] if isinstance(body.text, str) else body.text
+        if not texts:
+            raise RequestError("text must not be an empty list")
+        return [(text, []) for text in texts], not isinstance(body.text, str)
+    if body.input_ids is None:
+        raise RequestError("text or input_ids must be given")
+    if not body.input_ids:
+        raise RequestError("input_ids must not be empty")
+    batch = isinstance(body.input_ids[0], list)
+    lists: Sequence[Any] = body.input_ids if batch else [body.input_ids]
+    for ids in lists:
+        if not isinstance(ids, list) or any(isinstance(token_id, list) for token_id in ids):
+            raise RequestError("input_ids must be a list of ids or a list of such lists")
+        # Only as long a list as could be served is looked at one by one.
+        if len(ids) < limits.served_length:
+            check_ids("input_ids", ids, limits.vocab_size)
+    return [(None, ids) for ids in lists], batch
+
+
+def _samplings(body: GenerateBody, size: int, batch: bool, limits: Limits) -> list[SamplingParams]:
+    raw = body.sampling_params
+    if not isinstance(raw, list):
+        return [parse_sampling_params(raw or {}, limits)] * size
+    if not batch:
+        raise RequestError("sampling_params is a list, but there is a single prompt")
+    if len(raw) != size:
+        raise RequestError(f"sampling_params holds {len(raw)} entries for {size} prompts")
+    return [parse_sampling_params(params, limits) for params in raw]
+
+
+def _per_prompt(name: str, value: T | list[T] | None, size: int, default: Any) -> list[Any]:
+    """A field that may be given once or for each prompt."""
+    if isinstance(value, list):
+        if len(value) != size:
+            raise RequestError(f"{name} holds {len(value)} entries for {size} prompts")
+        return value
+    return [default if value is None else value] * size
+
+
+def _scored_ids(raw: list[Any] | None, size: int, batch: bool) -> list[list[int]]:
+    if not raw:
+        return [[]] * size
+    if not any(isinstance(entry, list) or entry is None for entry in raw):
+        return [raw] * size
+    if not batch:
+        raise RequestError("token_ids_logprob must be a flat list of ids for a single prompt")
+    if len(raw) != size:
+        raise RequestError(f"token_ids_logprob holds {len(raw)} entries for {size} prompts")
+    return [[] if entry is None else entry for entry in raw]
+
+
+def _rids(
+    raw: str | list[str] | None, size: int, samples: int, batch: bool
+) -> tuple[list[str] | None, dict[str, range]]:
+    """Ids of all sequences, and the names of several sequences together."""
+    if raw is None or raw == "":
+        return None, {}
+    if isinstance(raw, str):
+        if not batch and samples == 1:
+            return [raw], {}
+        return [f"{raw}_{index}" for index in range(size * samples)], {raw: range(size * samples)}
+    if not batch and samples == 1:
+        raise RequestError("rid must be a string for a single prompt")
+    if len(raw) != size:
+        raise RequestError(f"rid holds {len(raw)} entries for {size} prompts")
+    if len(set(raw)) != size:
+        raise RequestError("rid holds the same id twice")
+    if samples == 1:
+        return list(raw), {}
+    groups = {rid: range(i * samples, (i + 1) * samples) for i, rid in enumerate(raw)}
+    return [f"{rid}_{index}" for rid in raw for index in range(samples)], groups

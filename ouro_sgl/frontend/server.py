@@ -1,0 +1,129 @@
+"""The frontend process: HTTP from the first moment, until a signal or the death of a child."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from ouro_sgl.config import ServerArgs
+from ouro_sgl.errors import ConfigError
+from ouro_sgl.frontend.app import Application
+from ouro_sgl.frontend.manager import TokenizerManager
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+# Seconds that answers, errors included, get to reach their clients at the end.
+FLUSH_SECONDS = 2
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with the signals left to :func:`serve`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        ConfigError: the address is taken or not of this machine.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+
+
+async def serve(args: ServerArgs, ipc_dir: Path, children: Callable[[], str | None]) -> int:
+    """Serve until SIGINT or SIGTERM (a second one aborts what still runs) or until a child dies.
+
+    Args:
+        args: resolved settings.
+        ipc_dir: the directory of the sockets.
+        children: what happened, when a child process is dead; polled every 100 ms.
+
+    Returns:
+        Exit code: 0 after a signal, 1 when a process of the server died.
+
+    Raises:
+        ConfigError: the port, the tokenizer or the exit trace file cannot be used.
+    """
+    listener = _listen(args.host, args.port)
+    manager = TokenizerManager(args, ipc_dir)
+    manager.start()
+    app = Application(manager, args.api_key, args.max_body_bytes)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+        )
+    )
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, on_signal)
+    serving = loop.create_task(server.serve(sockets=[listener]))
+    try:
+        await _supervise(args, manager, children, stop, serving)
+        if manager.failure is None:
+            await manager.drain(args.shutdown_timeout, hurry)
+        server.should_exit = True
+        await serving
+    finally:
+        manager.close()
+    if manager.failure is not None:
+        log.error("%s", manager.failure)
+        return 1
+    return 0
+
+
+async def _supervise(
+    args: ServerArgs,
+    manager: TokenizerManager,
+    children: Callable[[], str | None],
+    stop: asyncio.Event,
+    serving: asyncio.Task[None],
+) -> None:
+    """Return when the server has to end; says once that it is ready."""
+    announced = False
+    while not stop.is_set() and manager.failure is None and not serving.done():
+        death = children()
+        if death is not None:
+            manager.fail(death)
+        elif manager.ready.is_set() and not announced:
+            announced = True
+            # What exists now lives as long as the server: the collector need not look at it again.
+            gc.collect()
+            gc.freeze()
+            print(f"ouro_sgl: {manager.model_name} is ready at {_url(args)}", flush=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), POLL_SECONDS)
+
+
+def _url(args: ServerArgs) -> str:
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    return f"http://{host}:{args.port}"

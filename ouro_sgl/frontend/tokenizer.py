@@ -1,0 +1,136 @@
+"""The checkpoint's tokenizer: ``tokenizer.json`` through ``tokenizers``, never ``transformers``.
+
+Nothing is added to a prompt (no BOS). Special tokens written in a text are recognised, as the
+tokenizer file says.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ouro_sgl.errors import ConfigError
+from ouro_sgl.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary, to the byte."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(shown)]
+    alphabet = {chr(byte): byte for byte in shown}
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(hidden)})
+    return alphabet
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    Args:
+        folder: holds ``tokenizer.json``.
+        vocab_size: rows of the model's embedding; ids that the tokenizer does not know show nothing.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, or has ids that the model lacks.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{path} does not exist")
+        try:
+            # The bindings raise bare Exception, whatever is wrong with the file.
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ConfigError(f"{path} is not a readable tokenizer: {error}") from None
+        # A truncating or padding tokenizer would silently change prompts.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        definition = json.loads(self._tokenizer.to_str())
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= vocab_size:
+            raise ConfigError(f"{path}: token id {largest} is not below the model's vocab_size {vocab_size}")
+        self._tables: dict[bool, list[bytes]] | None = None
+        self._anchor: list[int] = []
+        if _is_byte_level(definition["decoder"]):
+            self._tables = self._byte_tables(vocab_size)
+        else:
+            self._anchor = self._find_anchor()
+        self.longest_token = self._longest_token(definition)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``. Releases the interpreter lock, so it may run beside the event loop."""
+        # encode_batch_fast: unlike encode it drops the lock and does not compute offsets.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        """A detokenizer for one sequence."""
+        if self._tables is not None:
+            return ByteDetokenizer(self._tables[skip_special_tokens])
+        return WindowDetokenizer(self._tokenizer, skip_special_tokens, self._anchor)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Text of whole ``ids``, as a sequence of its own."""
+        if self._tables is None:
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            return text
+        return b"".join([self._tables[skip_special_tokens][i] for i in ids]).decode("utf-8", "replace")
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token by itself; U+FFFD where it holds a part of a character."""
+        detokenizer = self.detokenizer(skip_special_tokens=False)
+        return detokenizer.feed((token_id,)) + detokenizer.finish()
+
+    def _byte_tables(self, vocab_size: int) -> dict[bool, list[bytes]]:
+        """Bytes of every id, by ``skip_special_tokens``."""
+        alphabet = _byte_alphabet()
+        everything: list[bytes] = []
+        for token_id in range(vocab_size):
+            token = self._tokenizer.id_to_token(token_id) or ""
+            try:
+                everything.append(bytes([alphabet[character] for character in token]))
+            except KeyError:  # an added token that is plain text
+                everything.append(token.encode("utf-8"))
+        skipped = list(everything)
+        for token_id in self._special_ids():
+            skipped[token_id] = b""
+        return {False: everything, True: skipped}
+
+    def _special_ids(self) -> set[int]:
+        added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        return {token_id for token_id, token in added.items() if token.special}
+
+    def _find_anchor(self) -> list[int]:
+        """An ordinary token whose text does not depend on what follows it, or nothing."""
+        special = self._special_ids()
+        for token_id in sorted(self._tokenizer.get_vocab(with_added_tokens=False).values()):
+            text = self._tokenizer.decode([token_id])
+            if (
+                token_id not in special
+                and text.isascii()
+                and text.isalnum()
+                and self._tokenizer.decode([token_id, token_id]).startswith(text)
+            ):
+                return [token_id]
+        return []
+
+    def _longest_token(self, definition: dict[str, Any]) -> int | None:
+        """Bytes of the longest token, when P tokens can never stand for more than P times as many."""
+        shrinks = definition["normalizer"] is not None or any(
+            token["lstrip"] or token["rstrip"] for token in definition["added_tokens"]
+        )
+        if self._tables is None or shrinks or definition["model"].get("unk_token") is not None:
+            return None
+        return max(map(len, self._tables[False]))
+
+
+def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder["type"] == "Sequence":
+        parts = decoder["decoders"]
+        return len(parts) == 1 and _is_byte_level(parts[0])
+    return bool(decoder["type"] == "ByteLevel")

@@ -1,0 +1,71 @@
+"""Storage for keys and values, and how many slots fit."""
+
+from __future__ import annotations
+
+import torch
+
+from ouro_sgl.config import ServerArgs
+from ouro_sgl.errors import ConfigError
+from ouro_sgl.models.config import OuroConfig
+
+CPU_KV_BYTES = 512 << 20
+
+
+class KVPool:
+    """K and V of every slot: ``keys[layer]`` and ``values[layer]`` are [num_slots, kv_heads, head_dim].
+
+    With ``poison`` the pool holds NaN wherever nothing was written since the slot was handed out,
+    so a read of a slot that its reader did not write turns up as non-finite logits.
+    """
+
+    def __init__(
+        self,
+        config: OuroConfig,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        poison: bool = False,
+    ) -> None:
+        shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_slots = num_slots
+        self.poison = poison
+        if poison:
+            self.keys.fill_(torch.nan)
+            self.values.fill_(torch.nan)
+
+    def handed_out(self, slots: torch.Tensor) -> None:
+        """Called with the slots of every segment and grant; a no-op unless the pool is poisoned."""
+        if self.poison:
+            self.keys[:, slots] = torch.nan
+            self.values[:, slots] = torch.nan
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store key and value [M, kv_heads, head_dim] of one layer at slots [M] int64 (distinct)."""
+        self.keys[layer].index_copy_(0, slots, key)
+        self.values[layer].index_copy_(0, slots, value)
+
+
+def resolve_num_slots(args: ServerArgs, config: OuroConfig, dtype: torch.dtype) -> int:
+    """Slots that the settings ask for, or that fit ``CPU_KV_BYTES``.
+
+    Raises:
+        ConfigError: fewer than two positions at full depth fit.
+    """
+    slot_bytes = config.slot_elements() * dtype.itemsize
+    loops = config.total_loops
+    if args.num_slots is not None:
+        slots, source = args.num_slots, f"--num-slots {args.num_slots}"
+    elif args.max_total_tokens is not None:
+        slots, source = args.max_total_tokens * loops, f"--max-total-tokens {args.max_total_tokens}"
+    else:
+        budget = args.kv_cache_memory_bytes or CPU_KV_BYTES
+        slots, source = budget // slot_bytes, f"{budget:,} bytes of KV memory"
+    if slots < 2 * loops:
+        raise ConfigError(
+            f"{source} gives {slots} slots of {slot_bytes:,} bytes; a request of two tokens needs "
+            f"{2 * loops} (one per token and loop): raise --num-slots or --kv-cache-memory-bytes"
+        )
+    return slots

@@ -1,0 +1,229 @@
+"""The worker without its sockets: applies plans, launches chunks and rounds, reads what retired.
+
+``apply`` and ``step`` never wait for anything. Launched work stands in one queue in launch order
+until it is read; at most ``rounds_in_flight`` rounds are launched and not yet read (1 is
+synchronous). On the CPU a launch computes at once, and only its reading is late: the order of
+effects is the same as on a device that runs behind the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from ouro_sgl.messages import Admit, Chunk, ExitMode, RoundEvents, Segment, StepPlan
+from ouro_sgl.models.ouro import OuroModel
+from ouro_sgl.worker.attention import TorchAttention
+from ouro_sgl.worker.kv_pool import KVPool
+from ouro_sgl.worker.prefill import ChunkResult, Prompt, run_chunk
+from ouro_sgl.worker.round import Head, RoundBlock, RoundRunner
+from ouro_sgl.worker.rows import Rows
+from ouro_sgl.worker.sampler import LogprobWish
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What the worker needs of the server's settings, resolved."""
+
+    max_rows: int
+    max_length: int  # positions per request
+    rounds_in_flight: int = 1
+    shared_layout: bool = False
+    min_coda_batch_size: int = 1
+    max_prefill_batches_before_decode: int = 1
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Launched work that was not yet read; ``applied_plan`` is the newest plan applied before it."""
+
+    result: ChunkResult | RoundBlock
+    applied_plan: int
+    wakes: int  # how many plans and activations came before it
+
+
+class Worker:
+    """One model, its slots and its rows."""
+
+    def __init__(
+        self, model: OuroModel, pool: KVPool, heads: dict[ExitMode, Head], settings: WorkerSettings
+    ) -> None:
+        config = model.config
+        self._model = model
+        self._pool = pool
+        self._settings = settings
+        self.rows = Rows(
+            settings.max_rows,
+            settings.max_length,
+            config.total_loops,
+            config.vocab_size,
+            config.hidden_size,
+            model.dtype,
+            model.device,
+        )
+        self._attention = TorchAttention(pool, config.head_dim)
+        self._runner = RoundRunner(model, self.rows, self._attention, heads, settings.min_coda_batch_size)
+        self._prompts: dict[int, Prompt] = {}  # rows in prefill or running
+        self._wishes: dict[int, LogprobWish] = {}  # rows that want log-probabilities of output tokens
+        self._chunks: deque[Chunk] = deque()
+        self._in_flight: deque[InFlight] = deque()
+        self._running: set[int] = set()  # activated, end not yet seen
+        # A round that found nothing to do stops the launching until the next wake: a plan or an
+        # activation that came after that round was launched.
+        self._runnable = False
+        self._wakes = 0
+        self._chunks_since_round = 0
+        self._applied_plan = 0
+        self._reported_plan = 0
+        self._retired_round = 0
+        self._retired_chunk = 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to launch and nothing to read: only a plan can change that."""
+        return (
+            not self._chunks
+            and not self._in_flight
+            and not (self._running and self._runnable)
+            and self._reported_plan == self._applied_plan
+        )
+
+    @torch.inference_mode()
+    def apply(self, plan: StepPlan) -> None:
+        """Apply one plan between two rounds.
+
+        Raises:
+            ValueError: the plan is not the next one.
+        """
+        if plan.plan_id != self._applied_plan + 1:
+            raise ValueError(f"plan {plan.plan_id} follows plan {self._applied_plan}")
+        for release in plan.releases:
+            if self.rows.release(release.row, release.epoch):
+                self._forget(release.row)
+        for admit in plan.admits:
+            self._admit(admit)
+        for grant in plan.grants:
+            self._pool.handed_out(torch.tensor(grant.slots))
+            self.rows.grant(grant)
+        for chunk in plan.chunks:
+            for segment in chunk.segments:
+                self._place(segment)
+        self._chunks.extend(plan.chunks)
+        self._applied_plan = plan.plan_id
+        self._wake()
+
+    def _wake(self) -> None:
+        self._wakes += 1
+        self._runnable = True
+
+    def _admit(self, admit: Admit) -> None:
+        params = admit.params
+        self._forget(admit.row)
+        self.rows.admit(admit)
+        wish = LogprobWish(params.top_logprobs_num, tuple(params.token_ids_logprob))
+        self._prompts[admit.row] = Prompt(
+            admit.row,
+            admit.epoch,
+            torch.tensor(admit.input_ids, device=self.rows.device),
+            params.max_new_tokens,
+            admit.prompt_logprob_start,
+            wish,
+        )
+        if params.logprobs:
+            self._wishes[admit.row] = wish
+
+    def _place(self, segment: Segment) -> None:
+        prompt = self._prompts.get(segment.row)
+        if prompt is None or prompt.epoch != segment.epoch:
+            return
+        slots = torch.tensor(segment.slots, dtype=torch.int32, device=self.rows.device)
+        self._pool.handed_out(slots.long())
+        self.rows.set_prompt_slots(segment.row, segment.start, slots.view(self.rows.total_loops, -1))
+
+    def _forget(self, row: int) -> None:
+        self._prompts.pop(row, None)
+        self._wishes.pop(row, None)
+        self._running.discard(row)
+
+    @torch.inference_mode()
+    def step(self) -> RoundEvents | None:
+        """Launch what may be launched, read at most one result; None if nothing is to report."""
+        self._launch()
+        if self._in_flight and not self._may_launch_round():
+            return self._read(self._in_flight.popleft())
+        if not self._in_flight and self._reported_plan < self._applied_plan:
+            return self._events(self._applied_plan)
+        return None
+
+    def _launch(self) -> None:
+        decodes = self._may_launch_round()
+        limit = self._settings.max_prefill_batches_before_decode
+        if self._chunks and (not decodes or self._chunks_since_round < limit):
+            self._chunks_since_round += 1
+            self._put(self._run_chunk(self._chunks.popleft()))
+        elif decodes:
+            self._chunks_since_round = 0
+            self._put(self._runner.run(self._wishes))
+
+    def _may_launch_round(self) -> bool:
+        rounds = sum(isinstance(entry.result, RoundBlock) for entry in self._in_flight)
+        return bool(self._running) and self._runnable and rounds < self._settings.rounds_in_flight
+
+    def _run_chunk(self, chunk: Chunk) -> ChunkResult:
+        """Segments of rows that were released meanwhile are left out; their slots are not in use yet."""
+        segments = [
+            segment
+            for segment in chunk.segments
+            if segment.row in self._prompts and self._prompts[segment.row].epoch == segment.epoch
+        ]
+        if not segments:
+            return ChunkResult(chunk.chunk_id)
+        return run_chunk(
+            Chunk(chunk.chunk_id, segments), self._prompts, self._model, self.rows, self._attention
+        )
+
+    def _put(self, result: ChunkResult | RoundBlock) -> None:
+        self._in_flight.append(InFlight(result, self._applied_plan, self._wakes))
+
+    def _read(self, entry: InFlight) -> RoundEvents:
+        result = entry.result
+        if isinstance(result, ChunkResult):
+            self._retired_chunk = result.chunk_id
+            self._activate(result)
+            events = self._events(entry.applied_plan)
+            events.chunk_logprobs = result.logprobs
+            return events
+        self._retired_round += 1
+        if result.idle and entry.wakes == self._wakes:
+            self._runnable = False
+        for row, epoch, reason in zip(result.rows, result.epochs, result.reasons, strict=True):
+            if reason and row in self._prompts and self._prompts[row].epoch == epoch:
+                self._forget(row)
+        events = self._events(entry.applied_plan)
+        events.rows, events.epochs, events.positions = result.rows, result.epochs, result.positions
+        events.token_ids, events.exit_depths = result.token_ids, result.exit_depths
+        events.reasons, events.logprobs, events.tops = result.reasons, result.logprobs, result.tops
+        events.round_stats = {"rounds": 1, "lanes": result.lanes, "exits": result.exits}
+        return events
+
+    def _activate(self, result: ChunkResult) -> None:
+        """The last chunk's end was seen: these rows decode from now on."""
+        for row, hidden in result.final_hidden.items():
+            prompt = self._prompts.get(row)
+            if prompt is None:
+                continue
+            if prompt.max_new_tokens == 0:
+                self.rows.release(row, prompt.epoch)
+                self._forget(row)
+                continue
+            self.rows.activate(row, hidden, share_last=self._settings.shared_layout)
+            self._running.add(row)
+            self._wake()
+
+    def _events(self, applied_plan: int) -> RoundEvents:
+        if not self._in_flight:
+            applied_plan = self._applied_plan  # nothing launched is left to wait for
+        self._reported_plan = applied_plan
+        return RoundEvents(applied_plan, self._retired_round, self._retired_chunk)

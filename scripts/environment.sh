@@ -1,0 +1,74 @@
+# Sourced by serve, test and check. Sets PYTHON to an interpreter that has the dependencies: the
+# current one if it satisfies pyproject.toml, else that of a virtual environment built here.
+#
+# use_python [extra ...]: the extras of pyproject.toml that must be there too.
+# OURO_SGL_VENV names the virtual environment; default: .venv in the repository, and under CI=true
+# a folder outside the clone, so that one build serves many clones.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+LOCK="$ROOT/scripts/requirements.lock"
+SGLANG="sglang==0.5.23" # --no-deps: only its frontend language and its launch commands are used
+export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
+
+base_python() {
+    local candidate
+    for candidate in python3.11 python3.12 python3 python; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "Python 3.11 or newer with venv and pip is needed" >&2
+    return 1
+}
+
+venv_folder() {
+    local base=$1 key
+    if [ -n "${OURO_SGL_VENV:-}" ]; then
+        echo "$OURO_SGL_VENV"
+    elif [ "${CI:-}" = true ]; then
+        key=$({ "$base" -V; cat "$LOCK"; echo "$SGLANG"; } | "$base" -c \
+            'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])')
+        echo "${XDG_CACHE_HOME:-$HOME/.cache}/ouro_sgl/venv-$key"
+    else
+        echo "$ROOT/.venv"
+    fi
+}
+
+# Runs the rest of its arguments unless the stamp file already holds this text.
+once() {
+    local stamp=$1 text=$2
+    shift 2
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$text" ]; then
+        "$@" && printf '%s\n' "$text" >"$stamp"
+    fi
+}
+
+install_dependencies() {
+    local base=$1 venv=$2
+    echo "Setting up $venv (once; this takes some minutes)" >&2
+    "$base" -m venv "$venv" || return 1
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r "$LOCK" || return 1
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps "$SGLANG"
+}
+
+# SGLang finds this package through its entry points, which only an installed package has.
+install_project() {
+    "$1/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation \
+        --editable "$ROOT"
+}
+
+use_python() {
+    local base venv
+    PYTHON=python3
+    if "$PYTHON" "$ROOT/scripts/satisfied.py" "$@" 2>/dev/null; then
+        return 0
+    fi
+    base=$(base_python) || return 1
+    venv=$(venv_folder "$base") || return 1
+    mkdir -p "$venv" || return 1
+    once "$venv/.dependencies" "$("$base" -V; cat "$LOCK"; echo "$SGLANG")" install_dependencies "$base" "$venv" || return 1
+    once "$venv/.project" "$ROOT $(cat "$ROOT/pyproject.toml")" install_project "$venv" || return 1
+    PYTHON="$venv/bin/python"
+    export PATH="$venv/bin:$PATH"
+}

@@ -1,0 +1,235 @@
+"""Plans, stalls, retirement and waiting rows of the worker, on a script model: every answer known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ouro_sgl.messages import (
+    Admit,
+    Chunk,
+    ExitMode,
+    FinishReason,
+    Grant,
+    Release,
+    RoundEvents,
+    RowParams,
+    Segment,
+    StepPlan,
+)
+from ouro_sgl.worker.rows import RowState
+from ouro_sgl.worker.worker import Worker, WorkerSettings
+from tests.models import chain_of, script_checkpoint
+from tests.worker_driver import Model
+
+T = 4
+CHAIN = [*range(10, 60)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    torch.set_num_threads(1)
+    return Model(script_checkpoint(tmp_path_factory.mktemp("script"), chain_of(CHAIN)))
+
+
+def make(model: Model, **settings: int) -> Worker:
+    return model.worker(2048, WorkerSettings(**{"max_rows": 4, "max_length": 128, **settings}))
+
+
+def admission(row: int, epoch: int, prompt: list[int], params: RowParams, base: int) -> StepPlan:
+    """Admit and prefill in one plan; prompt slots start at ``base``."""
+    slots = list(range(base, base + T * len(prompt)))
+    segment = Segment(row, epoch, 0, len(prompt), slots)
+    return StepPlan(1, admits=[Admit(row, epoch, prompt, params)], chunks=[Chunk(1, [segment])])
+
+
+def grant(row: int, epoch: int, start: int, count: int, base: int, width: int = T) -> Grant:
+    return Grant(row, epoch, start, [width] * count, list(range(base, base + width * count)))
+
+
+def numbered(plan: StepPlan, number: int) -> StepPlan:
+    plan.plan_id = number
+    for chunk in plan.chunks:
+        chunk.chunk_id = number
+    return plan
+
+
+def run(worker: Worker, limit: int = 400) -> list[RoundEvents]:
+    """Step until the worker is idle."""
+    reports = []
+    for _ in range(limit):
+        report = worker.step()
+        if report is not None:
+            reports.append(report)
+        if worker.idle:
+            return reports
+    raise AssertionError("the worker never became idle")
+
+
+def tokens(reports: list[RoundEvents], row: int) -> list[int]:
+    pairs = [pair for report in reports for pair in zip(report.rows, report.token_ids, strict=True)]
+    return [token for at, token in pairs if at == row]
+
+
+def test_plans_must_come_in_order(model: Model) -> None:
+    worker = make(model)
+    worker.apply(StepPlan(1))
+    with pytest.raises(ValueError, match="plan 3 follows plan 1"):
+        worker.apply(StepPlan(3))
+
+
+def test_an_idle_worker_acknowledges_a_plan(model: Model) -> None:
+    worker = make(model)
+    worker.apply(StepPlan(1))
+    assert [report.applied_plan for report in run(worker)] == [1]
+    assert worker.step() is None
+
+
+def test_a_row_stalls_without_grants_and_goes_on_with_them(model: Model) -> None:
+    worker = make(model)
+    params = RowParams(max_new_tokens=6, temperature=0.0)
+    worker.apply(admission(2, 7, [10, 11], params, 0))
+    first = run(worker)
+    assert tokens(first, 2) == [12]  # the first token needs no grant; its own K/V does
+    assert worker.rows.state[2] == RowState.STALLED
+    plan = StepPlan(2, grants=[grant(2, 7, 2, 2, 100)])
+    worker.apply(plan)
+    assert tokens(run(worker), 2) == [13, 14]
+    worker.apply(StepPlan(3, grants=[grant(2, 7, 4, 3, 200)]))
+    last = run(worker)
+    assert tokens(last, 2) == [15, 16, 17]
+    assert last[-1].applied_plan == 3
+    assert [reason for report in last for reason in report.reasons][-1] == FinishReason.LENGTH
+    assert worker.rows.state[2] == RowState.DONE
+
+
+def test_length_is_tested_before_end_ids(model: Model) -> None:
+    worker = make(model)
+    params = RowParams(max_new_tokens=3, temperature=0.0, end_ids=[13])
+    worker.apply(numbered(admission(0, 1, [10], params, 0), 1))
+    worker.apply(StepPlan(2, grants=[grant(0, 1, 1, 2, 100)]))
+    reports = run(worker)
+    assert tokens(reports, 0) == [11, 12, 13]
+    assert reports[-1].reasons == [FinishReason.LENGTH]
+
+
+def test_end_id_ends_the_row_on_the_device(model: Model) -> None:
+    worker = make(model, rounds_in_flight=8)
+    params = RowParams(max_new_tokens=20, temperature=0.0, end_ids=[13])
+    worker.apply(numbered(admission(0, 1, [10], params, 0), 1))
+    worker.apply(StepPlan(2, grants=[grant(0, 1, 1, 19, 100)]))
+    reports = run(worker)
+    assert tokens(reports, 0) == [11, 12, 13]
+    assert [reason for report in reports for reason in report.reasons][-1] == FinishReason.STOP_ID
+
+
+def test_min_new_tokens_holds_end_ids_back(model: Model) -> None:
+    worker = make(model)
+    params = RowParams(max_new_tokens=8, min_new_tokens=5, temperature=0.0, end_ids=[13])
+    worker.apply(numbered(admission(0, 1, [10], params, 0), 1))
+    worker.apply(StepPlan(2, grants=[grant(0, 1, 1, 7, 100)]))
+    got = tokens(run(worker), 0)
+    assert got[:2] == [11, 12]
+    assert 13 not in got[:5]
+    assert len(got) >= 5
+
+
+def test_max_new_tokens_zero_samples_nothing(model: Model) -> None:
+    worker = make(model)
+    worker.apply(admission(0, 1, [10, 11, 12], RowParams(max_new_tokens=0), 0))
+    reports = run(worker)
+    assert [report.retired_chunk for report in reports][-1] == 1
+    assert tokens(reports, 0) == []
+    assert worker.rows.state[0] == RowState.DONE
+
+
+def test_a_released_row_makes_no_more_tokens_and_its_place_can_be_reused(model: Model) -> None:
+    worker = make(model, rounds_in_flight=4)
+    params = RowParams(max_new_tokens=30, temperature=0.0)
+    worker.apply(numbered(admission(0, 1, [10], params, 0), 1))
+    worker.apply(StepPlan(2, grants=[grant(0, 1, 1, 3, 100)]))
+    run(worker)
+    worker.apply(StepPlan(3, releases=[Release(0, 1)], grants=[grant(0, 1, 4, 3, 200)]))
+    reports = run(worker)
+    assert tokens(reports, 0) == []
+    assert reports[-1].applied_plan == 3
+    worker.apply(numbered(admission(0, 2, [30], params, 300), 4))
+    reports = run(worker)
+    assert tokens(reports, 0) == [31]
+    assert [epoch for report in reports for epoch in report.epochs] == [2]
+
+
+def test_a_stale_release_is_ignored(model: Model) -> None:
+    worker = make(model)
+    params = RowParams(max_new_tokens=2, temperature=0.0)
+    worker.apply(numbered(admission(0, 5, [10], params, 0), 1))
+    worker.apply(StepPlan(2, releases=[Release(0, 4)], grants=[grant(0, 5, 1, 1, 100)]))
+    assert tokens(run(worker), 0) == [11, 12]
+
+
+def test_a_plan_counts_as_applied_only_when_older_rounds_have_retired(model: Model) -> None:
+    worker = make(model, rounds_in_flight=3)
+    params = RowParams(max_new_tokens=30, temperature=0.0)
+    worker.apply(numbered(admission(0, 1, [10], params, 0), 1))
+    worker.apply(StepPlan(2, grants=[grant(0, 1, 1, 29, 100)]))
+    for _ in range(8):
+        worker.step()  # rounds are in flight by now
+    worker.apply(StepPlan(3, releases=[Release(0, 1)]))
+    before = [worker.step() for _ in range(2)]
+    assert all(report is None or report.applied_plan < 3 for report in before)
+    assert run(worker)[-1].applied_plan == 3
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 8])
+def test_no_more_rounds_are_launched_than_allowed(model: Model, in_flight: int) -> None:
+    worker = make(model, rounds_in_flight=in_flight)
+    params = RowParams(max_new_tokens=30, temperature=0.0)
+    worker.apply(numbered(admission(0, 1, [10], params, 0), 1))
+    worker.apply(StepPlan(2, grants=[grant(0, 1, 1, 29, 100)]))
+    deepest = 0
+    for _ in range(200):
+        worker.step()
+        deepest = max(deepest, len(worker._in_flight))
+        if worker.idle:
+            break
+    assert worker.idle
+    assert deepest <= in_flight
+
+
+def test_rows_wait_for_company_at_the_coda_but_at_most_t_rounds(model: Model) -> None:
+    """min_coda_batch_size 2: row 0 leaves at loop 1 each time, row 1 runs all loops."""
+    worker = make(model, min_coda_batch_size=2)
+    early = RowParams(
+        max_new_tokens=4, temperature=0.0, exit_mode=ExitMode.TRACE, exit_trace=[4, 1, 1, 1]
+    )
+    late = RowParams(max_new_tokens=4, temperature=0.0, exit_mode=ExitMode.TRACE, exit_trace=[4, 4, 4, 4])
+    worker.apply(numbered(admission(0, 1, [10], early, 0), 1))
+    plan = admission(1, 1, [30], late, 300)
+    plan.grants = [grant(0, 1, 1, 3, 100), grant(1, 1, 1, 3, 400)]
+    worker.apply(numbered(plan, 2))
+    reports = run(worker)
+    assert tokens(reports, 0) == [11, 12, 13, 14]
+    assert tokens(reports, 1) == [31, 32, 33, 34]
+    together = [report.rows for report in reports if report.rows]
+    assert [0, 1] in together  # they met
+    depths = [pair for r in reports for pair in zip(r.rows, r.exit_depths, strict=True)]
+    assert [depth for row, depth in depths if row == 0] == [4, 1, 1, 1]
+
+
+def test_deeper_table_entries_point_to_the_exit_depth(model: Model) -> None:
+    worker = make(model)
+    params = RowParams(max_new_tokens=3, temperature=0.0, exit_mode=ExitMode.TRACE, exit_trace=[4, 2, 3])
+    worker.apply(numbered(admission(0, 1, [10], params, 0), 1))
+    worker.apply(StepPlan(2, grants=[grant(0, 1, 1, 2, 100)]))
+    run(worker)
+    assert worker.rows.slot_table[:, 0, 1].tolist() == [100, 101, 101, 101]
+    assert worker.rows.slot_table[:, 0, 2].tolist() == [104, 105, 106, 106]
+
+
+def test_layout_shared_collapses_the_prompt_when_it_retires(model: Model) -> None:
+    worker = model.worker(2048, WorkerSettings(max_rows=2, max_length=128, shared_layout=True))
+    params = RowParams(max_new_tokens=2, temperature=0.0)
+    worker.apply(numbered(admission(0, 1, [10, 11], params, 0), 1))
+    worker.apply(StepPlan(2, grants=[grant(0, 1, 2, 1, 100, width=1)]))
+    assert tokens(run(worker), 0) == [12, 13]
+    assert worker.rows.slot_table[:, 0, :3].tolist() == [[6, 7, 100]] * 4
