@@ -177,8 +177,7 @@ class Connection(asyncio.Protocol):
         self._buffer = b""
         self._wanted: int | None = None  # bytes of the answer that is coming in, if known
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._send()
 
@@ -256,7 +255,8 @@ class Generator:
             await loop.create_connection(lambda: Connection(self), "127.0.0.1", self._port)
         await asyncio.sleep(seconds)
         self._target = self._next
-        await self._done.wait()
+        async with asyncio.timeout(60):
+            await self._done.wait()
         duration = time.perf_counter() - start
         return Result(self.completed, duration, cpu_seconds(pid) - cpu, self.chunks, rss_mib(pid))
 
@@ -277,7 +277,9 @@ def measure(folder: Path, load: Load, cores: list[int], seconds: float, profile:
 def report(load: Load, result: Result) -> str:
     tokens = result.requests * load.output_tokens
     rate = result.requests / result.seconds
-    line = f"{load.name}: {load.connections} connections, {load.output_tokens} tokens: {rate:.0f} requests/s, "
+    line = (
+        f"{load.name}: {load.connections} connections, {load.output_tokens} tokens: {rate:.0f} requests/s, "
+    )
     line += f"{tokens / result.seconds:.0f} tokens/s"
     if load.stream:
         line += f" in {result.chunks / result.seconds:.0f} chunks/s"
@@ -290,7 +292,9 @@ def report(load: Load, result: Result) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--profile", type=Path, help="write cProfile statistics to FILE.<load>")
     parser.add_argument("--only", choices=[load.name for load in LOADS])

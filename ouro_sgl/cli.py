@@ -158,7 +158,10 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
         raise ConfigError(f"{name} is refused: {REFUSED[name]}")
     if not name.startswith("-"):
         raise ConfigError(f"unexpected argument {name!r}")
-    nearest = difflib.get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.0)
+    if name in {flag(field) for field, (_, setting) in SETTINGS.items() if setting.group == HTTP}:
+        raise ConfigError(f"{name} concerns the HTTP server, which this command does not start")
+    known = [*parser._option_string_actions, *REFUSED]
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     raise ConfigError(f"unknown flag {name}; the nearest is {nearest[0]} (--help lists all)")
 
 

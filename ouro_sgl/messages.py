@@ -79,6 +79,7 @@ class RowParams(Record):
     logprobs: bool = False  # log-probability of each output token
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] = []
+    constrained: bool = False  # every token waits for the Mask of its position
 
 
 class GenerateReq(Message):
@@ -275,6 +276,18 @@ class Grant(Record):
     slots: list[int]
 
 
+class Mask(Record):
+    """The tokens that may follow ``position`` (the position that predicts them) of a constrained row.
+
+    ``bits``: ceil(V / 32) little-endian 32-bit words, bit ``i % 32`` of word ``i // 32`` allows id i.
+    """
+
+    row: int
+    epoch: int
+    position: int
+    bits: bytes
+
+
 class Release(Record):
     """End a row from the host (abort, stop string). Ignored when the epoch is not current."""
 
@@ -283,7 +296,7 @@ class Release(Record):
 
 
 class StepPlan(Message):
-    """One numbered delta, applied between two rounds in this order: release, admit, grant, chunks.
+    """One numbered delta, applied between two rounds: releases, admits, grants, masks, then chunks.
 
     Rounds run without plans; ``plan_id`` counts from 1 without gaps.
     """
@@ -293,6 +306,7 @@ class StepPlan(Message):
     admits: list[Admit] = []
     grants: list[Grant] = []
     chunks: list[Chunk] = []
+    masks: list[Mask] = []
 
 
 PlanMessage = StepPlan | ShutdownReq
@@ -336,7 +350,8 @@ class RoundEvents(Message):
     have too). The worker also sends one when a plan was applied and nothing runs, so a plan is
     always acknowledged. Event i says: the token at position ``positions[i]`` of the row left the
     loop after ``exit_depths[i]`` loops and predicted ``token_ids[i]``, which belongs at
-    ``positions[i] + 1``. ``reasons[i]`` other than NONE: the row is DONE on the device.
+    ``positions[i] + 1``. ``reasons[i]`` other than NONE: the row is DONE on the device; with ERROR the
+    token is void and not part of the output.
     An event whose epoch is not the row's current one must be dropped.
     """
 

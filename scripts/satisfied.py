@@ -11,15 +11,13 @@ from pathlib import Path
 
 def lack(extras: list[str]) -> str | None:
     """The first requirement that is not met, in words; None if all are."""
-    if sys.version_info < (3, 11):
-        return "Python 3.11 or newer"
-    import tomllib
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
+        import tomllib
+        from importlib.metadata import PackageNotFoundError, version
+
         from packaging.requirements import Requirement
     except ImportError:
-        return "packaging"
+        return "Python 3.11 or newer with packaging"
     project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
     wanted = list(project["dependencies"])
     for extra in extras:

@@ -487,14 +487,14 @@ def generate(
     tokens = model.lm_head(h[rows, lengths - 1]).float().argmax(-1)
     outputs: list[tuple[list[int], list[int]]] = [([], []) for _ in prompts]
     depths = torch.full((count,), LOOPS, device=device)
-    done = torch.zeros(count, dtype=torch.bool, device=device)
+    done = [False] * count
     for step in range(max_new_tokens):
         for row, (token, depth) in enumerate(zip(tokens.tolist(), depths.tolist(), strict=True)):
             if not done[row]:
                 outputs[row][0].append(token)
                 outputs[row][1].append(depth)
                 done[row] = token in end_ids
-        if done.all() or step == max_new_tokens - 1:
+        if all(done) or step == max_new_tokens - 1:
             break
         positions = lengths + step
         seen = (torch.arange(total, device=device) <= positions[:, None])[:, None, None]

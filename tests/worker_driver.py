@@ -31,7 +31,9 @@ from ouro_sgl.messages import (
 from ouro_sgl.models.config import OuroConfig, load_config
 from ouro_sgl.models.ouro import OuroModel
 from ouro_sgl.models.weights import Weights, load_lookahead_head, load_weights, random_lookahead_head
+from ouro_sgl.worker.executor import TorchExecutor
 from ouro_sgl.worker.kv_pool import KVPool
+from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.worker import Worker, WorkerSettings
 
 
@@ -94,8 +96,18 @@ class Model:
         heads = {ExitMode.RANDOM_LOOKAHEAD: random_lookahead_head(0, self.config.hidden_size)}
         if self.lookahead is not None:
             heads[ExitMode.LOOKAHEAD] = self.lookahead
-        pool = KVPool(self.config, num_slots, self.dtype, torch.device("cpu"), poison=True)
-        return Worker(self.model, pool, heads, settings)
+        pool = KVPool(self.config, num_slots, self.dtype, self.model.device, poison=True)
+        rows = Rows(
+            settings.max_rows,
+            settings.max_length,
+            self.config.total_loops,
+            self.config.vocab_size,
+            self.config.hidden_size,
+            self.dtype,
+            self.model.device,
+        )
+        executor = TorchExecutor(self.model, rows, pool, heads, settings.min_coda_batch_size)
+        return Worker(rows, pool, executor, settings)
 
 
 class Driver:

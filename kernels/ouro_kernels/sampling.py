@@ -63,6 +63,13 @@ def apply_penalties(
     return torch.where(logits < 0, logits * scale, logits / scale)
 
 
+def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """-inf where the bit of an id is 0: logits [M, V] fp32, mask [M, ceil(V / 32)] int32."""
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    bits = (mask[:, ids // 32] >> (ids % 32)) & 1
+    return logits.masked_fill(bits == 0, -torch.inf)
+
+
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """Row-exact log-softmax of [M, V] fp32."""
     shifted = logits - logits.amax(-1, keepdim=True)

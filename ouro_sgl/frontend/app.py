@@ -27,6 +27,7 @@ HEALTH_ROUTES = ("/health", "/health_generate")
 # Seconds until somebody listens for the client's disconnect: most answers are out before, and a task
 # for each of them would be wasted.
 WATCH_AFTER = 0.25
+MAX_SEQUENCES = 8192  # prompts times samples of one call
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -117,7 +118,7 @@ class Application:
             await _send_json(send, 400, schema_error_body(error.message))
             return
         try:
-            call = await self._manager.submit(request)
+            call = await self._manager.submit(request, max_sequences=MAX_SEQUENCES)
         except RequestError as error:
             # Streams report what was wrong with the request in the stream, but a server that cannot
             # answer at all says so in the status.

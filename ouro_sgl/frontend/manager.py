@@ -280,15 +280,21 @@ class TokenizerManager:
         finally:
             self.release(call)
 
-    async def submit(self, body: GenerateBody, *, probe: bool = False) -> Call:
+    async def submit(
+        self, body: GenerateBody, *, max_sequences: int | None = None, probe: bool = False
+    ) -> Call:
         """Check a request and send it to the scheduler. The caller must :meth:`release` the call.
+
+        Args:
+            max_sequences: prompts times samples; None: any number.
+            probe: a health check, which no counter shows.
 
         Raises:
             RequestError: the request is refused; nothing was sent.
         """
         try:
             limits = self.limits()
-            expanded = expand(body, limits)
+            expanded = expand(body, limits, max_sequences)
             await self._tokenize(expanded.prompts, limits)
             # From here on nothing awaits: ids are checked and taken, and all is sent, at once.
             call, requests = self._make_call(body, expanded)

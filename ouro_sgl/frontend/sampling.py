@@ -228,9 +228,7 @@ class SamplingParams:
         trace = self.row.exit_trace
         if trace is not None:
             if len(trace) < length:
-                raise RequestError(
-                    f"exit_trace holds {len(trace)} depths, fewer than max_new_tokens {length}"
-                )
+                raise RequestError(f"the exit trace holds {len(trace)} depths for {length} new tokens")
             trace = trace[:length]
         return msgspec.structs.replace(
             self.row,

@@ -15,7 +15,6 @@ import msgspec
 from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.sampling import Limits, SamplingParams, check_ids, parse_sampling_params
 
-MAX_SEQUENCES = 8192  # prompts times samples of one call
 INT64 = 1 << 63
 
 T = TypeVar("T")
@@ -100,8 +99,11 @@ class Expanded:
     groups: dict[str, range]  # names that the client gave to several sequences together
 
 
-def expand(body: GenerateBody, limits: Limits) -> Expanded:
+def expand(body: GenerateBody, limits: Limits, max_sequences: int | None = None) -> Expanded:
     """Check every value that does not need the tokenizer and split the call into prompts.
+
+    Args:
+        max_sequences: prompts times samples of the call; None: any number.
 
     Raises:
         RequestError: a value is out of range, lists differ in length, a field is not served.
@@ -112,16 +114,13 @@ def expand(body: GenerateBody, limits: Limits) -> Expanded:
         raise RequestError("priority must be a 64-bit integer")
     inputs, batch = _inputs(body, limits)
     size = len(inputs)
-    if size > MAX_SEQUENCES:
-        raise RequestError(f"a call may hold at most {MAX_SEQUENCES} sequences, got {size}")
-
     samplings = _samplings(body, size, batch, limits)
     samples = samplings[0].n
     if any(sampling.n != samples for sampling in samplings):
         raise RequestError("n must be the same for all prompts of a batch")
-    if size * samples > MAX_SEQUENCES:
+    if max_sequences is not None and size * samples > max_sequences:
         raise RequestError(
-            f"a call may hold at most {MAX_SEQUENCES} sequences: {size} prompts times n {samples}"
+            f"a call may hold at most {max_sequences} sequences, got {size} prompts with n {samples}"
         )
 
     logprobs = _per_prompt("return_logprob", body.return_logprob, size, False)

@@ -36,11 +36,12 @@ class KVPool:
             self.keys.fill_(torch.nan)
             self.values.fill_(torch.nan)
 
-    def handed_out(self, slots: torch.Tensor) -> None:
+    def handed_out(self, slots: list[int]) -> None:
         """Called with the slots of every segment and grant; a no-op unless the pool is poisoned."""
         if self.poison:
-            self.keys[:, slots] = torch.nan
-            self.values[:, slots] = torch.nan
+            index = torch.tensor(slots, device=self.keys.device)
+            self.keys[:, index] = torch.nan
+            self.values[:, index] = torch.nan
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key and value [M, kv_heads, head_dim] of one layer at slots [M] int64 (distinct)."""

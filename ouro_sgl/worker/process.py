@@ -20,7 +20,9 @@ from ouro_sgl.messages import ExitMode, PlanMessage, ShutdownReq, WorkerFailed, 
 from ouro_sgl.models.config import OuroConfig, load_config
 from ouro_sgl.models.ouro import OuroModel
 from ouro_sgl.models.weights import dummy_weights, load_lookahead_head, load_weights, random_lookahead_head
+from ouro_sgl.worker.executor import TorchExecutor
 from ouro_sgl.worker.kv_pool import KVPool, resolve_num_slots
+from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.worker import Worker, WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,18 @@ def build(args: ServerArgs) -> tuple[Worker, WorkerReady]:
     trained = load_lookahead_head(folder, config.hidden_size)
     if trained is not None:
         heads[ExitMode.LOOKAHEAD] = trained
-    worker = Worker(model, KVPool(config, slots, dtype, device), heads, settings)
+    rows = Rows(
+        settings.max_rows,
+        settings.max_length,
+        config.total_loops,
+        config.vocab_size,
+        config.hidden_size,
+        dtype,
+        device,
+    )
+    pool = KVPool(config, slots, dtype, device)
+    executor = TorchExecutor(model, rows, pool, heads, settings.min_coda_batch_size)
+    worker = Worker(rows, pool, executor, settings)
     return worker, _ready(config, context, slots, dtype, device, settings, trained is not None)
 
 

@@ -39,7 +39,7 @@ class RoundBlock:
 
     @property
     def idle(self) -> bool:
-        """Nothing could run: every row is free, done, in prefill or stalled."""
+        """Nothing could run: every row is free, done, in prefill, stalled or without its mask."""
         return not self.lanes and not self.exits
 
 
@@ -97,7 +97,7 @@ class RoundRunner:
         rows.hidden[lanes] = hidden
         rows.depth[lanes] = loops
         rows.survival[lanes] = survival
-        rows.pending[lanes] = pending
+        rows.pending[lanes] = pending.long()
         exited = lanes[leave]
         if len(exited):
             rows.state[exited] = int(RowState.CODA)
@@ -123,7 +123,7 @@ class RoundRunner:
             hazard,
             lookahead,
             rows.survival[lanes],
-            rows.pending[lanes],
+            rows.pending[lanes] != 0,
             rows.min_loops[lanes],
             rows.max_loops[lanes],
             rows.exit_threshold[lanes],
@@ -140,9 +140,13 @@ class RoundRunner:
             table[depth, exited[deeper], position[deeper]] = last[deeper]
 
     def _coda_rows(self, *, core_ran: bool) -> torch.Tensor:
-        """Rows whose logits are made now: all that wait, once they are enough or must not wait on."""
+        """Rows whose logits are made now: all that wait, once they are enough or must not wait on.
+
+        A constrained row is not among them until the mask of its position has come.
+        """
         rows = self._rows
-        ready = (rows.state == RowState.CODA).nonzero().squeeze(1)
+        masked = (rows.constrained == 0) | (rows.mask_position == rows.position)
+        ready = ((rows.state == RowState.CODA) & masked).nonzero().squeeze(1)
         if not len(ready) or len(ready) >= self._min_coda_batch_size or not core_ran:
             return ready
         rows.coda_wait[ready] += 1
@@ -177,10 +181,9 @@ class RoundRunner:
         done = rows.position[ready] >= rows.last_position[ready]
         done |= rows.is_end[ready, tokens] | ~sampled.finite
         rows.output_counts[ready, tokens] += 1
-        rows.token[ready] = tokens
         rows.position[ready] += 1
         rows.depth[ready] = 0
         rows.survival[ready] = 1.0
-        rows.pending[ready] = False
+        rows.pending[ready] = 0
         rows.hidden[ready] = self._model.prelude(tokens)
         rows.state[ready] = torch.where(done, int(RowState.DONE), int(RowState.LIVE))

@@ -1,16 +1,18 @@
 """Device-resident state of every row: what a round needs, so that no round asks the host.
 
 All columns are tensors indexed by row. Plans are the only writers besides the round itself, and
-they write between rounds.
+they write between rounds: one upload and one or two device operations per plan entry, nothing that
+waits for the device.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import torch
 
-from ouro_sgl.messages import Admit, Grant
+from ouro_sgl.messages import Admit, Grant, Mask
 from ouro_sgl.worker.attention import padded_length
 
 
@@ -23,6 +25,40 @@ class RowState(enum.IntEnum):
     DONE = 5  # ended on the device, or released
 
 
+# Columns of the integer matrix. The first four are what an activation sets.
+INTEGERS = (
+    "state",
+    "position",
+    "depth",  # loops that the current token has run
+    "coda_wait",  # rounds since it left the loop
+    "epoch",
+    "pending",  # a delayed or lookahead exit was triggered (0 or 1)
+    "prompt_length",
+    "last_position",  # the last position that runs: it predicts the last allowed token
+    "granted_until",
+    "exit_mode",
+    "min_loops",
+    "max_loops",
+    "seed",
+    "top_k",
+    "min_new_tokens",
+    "penalised",
+    "biased",
+    "constrained",
+    "mask_position",  # the position whose mask lies in ``mask``
+)
+FLOATS = (
+    "survival",
+    "exit_threshold",
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency",
+    "presence",
+    "repetition",
+)
+
+
 def signed64(value: int) -> int:
     """An unsigned 64-bit value as the int64 with the same bits."""
     return value - (1 << 64) if value >= 1 << 63 else value
@@ -31,10 +67,39 @@ def signed64(value: int) -> int:
 class Rows:
     """Row state of up to ``max_rows`` requests of at most ``max_length`` positions.
 
-    ``depth`` counts the loops that the row's current token has run. ``slot_table`` is
-    [T, rows, max_length (padded to whole attention tiles)] int32: the slot of every (depth, row,
-    position). A decode kernel reads only the columns of its own row up to its own position.
+    Every name in ``INTEGERS`` is an attribute [R] int64, every name in ``FLOATS`` one [R] fp32: views
+    of one matrix each, so that an admission is one copy. ``slot_table`` is [T, R, max_length (padded
+    to whole attention tiles)] int32: the slot of every (depth, row, position). A decode kernel reads
+    only the columns of its own row up to its own position.
     """
+
+    state: torch.Tensor
+    position: torch.Tensor
+    depth: torch.Tensor
+    coda_wait: torch.Tensor
+    epoch: torch.Tensor
+    pending: torch.Tensor
+    prompt_length: torch.Tensor
+    last_position: torch.Tensor
+    granted_until: torch.Tensor
+    exit_mode: torch.Tensor
+    min_loops: torch.Tensor
+    max_loops: torch.Tensor
+    seed: torch.Tensor
+    top_k: torch.Tensor
+    min_new_tokens: torch.Tensor
+    penalised: torch.Tensor
+    biased: torch.Tensor
+    constrained: torch.Tensor
+    mask_position: torch.Tensor
+    survival: torch.Tensor
+    exit_threshold: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    repetition: torch.Tensor
 
     def __init__(
         self,
@@ -46,134 +111,132 @@ class Rows:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        def column(kind: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros(max_rows, *shape, dtype=kind, device=device)
-
         self.max_rows = max_rows
         self.total_loops = total_loops
         self.device = device
-        # where the row stands
-        self.state = column(torch.int64)
-        self.epoch = column(torch.int64)
-        self.token = column(torch.int64)
-        self.position = column(torch.int64)
-        self.depth = column(torch.int64)
-        self.hidden = column(dtype, hidden_size)
-        self.survival = column(torch.float32)
-        self.pending = column(torch.bool)
-        self.coda_wait = column(torch.int64)
-        # where it may go
-        self.prompt_length = column(torch.int64)
-        self.last_position = column(torch.int64)
-        self.granted_until = column(torch.int64)
-        # when it leaves the loop
-        self.exit_mode = column(torch.int64)
-        self.min_loops = column(torch.int64)
-        self.max_loops = column(torch.int64)
-        self.exit_threshold = column(torch.float32)
-        self.trace = column(torch.int8, max_length)
-        # how it samples
-        self.seed = column(torch.int64)
-        self.temperature = column(torch.float32)
-        self.top_p = column(torch.float32)
-        self.top_k = column(torch.int64)
-        self.min_p = column(torch.float32)
-        self.frequency = column(torch.float32)
-        self.presence = column(torch.float32)
-        self.repetition = column(torch.float32)
-        self.min_new_tokens = column(torch.int64)
-        self.penalised = column(torch.bool)
-        self.biased = column(torch.bool)
-        self.output_counts = column(torch.int32, vocab_size)
-        self.prompt_seen = column(torch.bool, vocab_size)
-        self.bias = column(torch.float32, vocab_size)
-        self.is_end = column(torch.bool, vocab_size)
+        self._integers = torch.zeros(len(INTEGERS), max_rows, dtype=torch.int64, device=device)
+        self._floats = torch.zeros(len(FLOATS), max_rows, dtype=torch.float32, device=device)
+        for index, name in enumerate(INTEGERS):
+            setattr(self, name, self._integers[index])
+        for index, name in enumerate(FLOATS):
+            setattr(self, name, self._floats[index])
+
+        def table(kind: torch.dtype, width: int) -> torch.Tensor:
+            return torch.zeros(max_rows, width, dtype=kind, device=device)
+
+        self.hidden = table(dtype, hidden_size)
+        self.trace = table(torch.int8, max_length)  # exit depth demanded at each position
+        self.output_counts = table(torch.int32, vocab_size)
+        self.prompt_seen = table(torch.bool, vocab_size)
+        self.bias = table(torch.float32, vocab_size)
+        self.is_end = table(torch.bool, vocab_size)
+        self.mask = table(torch.int32, -(-vocab_size // 32))  # bit i % 32 of word i // 32 allows id i
         self.slot_table = torch.zeros(
             total_loops, max_rows, padded_length(max_length), dtype=torch.int32, device=device
         )
 
+    def upload(self, values: Sequence[int] | Sequence[float], kind: torch.dtype) -> torch.Tensor:
+        """Host values on the device; the host never waits (the allocator keeps the pinned copy alive)."""
+        host = torch.tensor(values, dtype=kind)
+        if self.device.type == "cpu":
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
+
     def admit(self, admit: Admit) -> None:
         """Give a row to a request: everything that is resident about it, and its cached prefix."""
         row, params, length = admit.row, admit.params, len(admit.input_ids)
-        self.state[row] = RowState.PREFILL
-        self.epoch[row] = admit.epoch
-        self.prompt_length[row] = length
-        self.last_position[row] = length + params.max_new_tokens - 2
-        self.granted_until[row] = length
-        self.exit_mode[row] = params.exit_mode
-        self.min_loops[row] = params.min_loops
-        self.max_loops[row] = params.max_loops
-        self.exit_threshold[row] = params.exit_threshold
-        self.seed[row] = signed64(params.seed)
-        self.temperature[row] = params.temperature
-        self.top_p[row] = params.top_p
-        self.top_k[row] = params.top_k
-        self.min_p[row] = params.min_p
-        self.frequency[row] = params.frequency_penalty
-        self.presence[row] = params.presence_penalty
-        self.repetition[row] = params.repetition_penalty
-        self.min_new_tokens[row] = params.min_new_tokens
-        if params.exit_trace is not None:
-            # entry i is the depth of position length - 1 + i, so entry 0 is the prefill's
-            depths = params.exit_trace[: params.max_new_tokens]
-            self.trace[row, length - 1 : length - 1 + len(depths)] = torch.tensor(depths, dtype=torch.int8)
-        self._admit_vocabulary(admit)
-        if admit.cached_len:
-            slots = torch.tensor(admit.cached_slots, dtype=torch.int32, device=self.device)
-            self.slot_table[:, row, : admit.cached_len] = slots.view(self.total_loops, admit.cached_len)
-
-    def _admit_vocabulary(self, admit: Admit) -> None:
-        """The [V] tables; rows that do not use one never read it."""
-        row, params = admit.row, admit.params
         penalised = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         penalised = penalised or params.repetition_penalty != 1.0
-        self.penalised[row] = penalised
+        integers = {
+            "state": RowState.PREFILL,
+            "epoch": admit.epoch,
+            "prompt_length": length,
+            "last_position": length + params.max_new_tokens - 2,
+            "granted_until": length,
+            "exit_mode": params.exit_mode,
+            "min_loops": params.min_loops,
+            "max_loops": params.max_loops,
+            "seed": signed64(params.seed),
+            "top_k": params.top_k,
+            "min_new_tokens": params.min_new_tokens,
+            "penalised": penalised,
+            "biased": bool(params.bias_ids),
+            "constrained": params.constrained,
+            "mask_position": -1,
+        }
+        floats = {
+            "survival": 1.0,
+            "exit_threshold": params.exit_threshold,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "frequency": params.frequency_penalty,
+            "presence": params.presence_penalty,
+            "repetition": params.repetition_penalty,
+        }
+        self._integers[:, row] = self.upload([int(integers.get(n, 0)) for n in INTEGERS], torch.int64)
+        self._floats[:, row] = self.upload([float(floats.get(n, 0.0)) for n in FLOATS], torch.float32)
+        if params.exit_trace is not None:
+            # entry i is the depth of position length - 1 + i, so entry 0 is the prefill's
+            depths = params.exit_trace[: max(1, params.max_new_tokens)]
+            self.trace[row, length - 1 : length - 1 + len(depths)] = self.upload(depths, torch.int8)
         if penalised:
             self.output_counts[row] = 0
             self.prompt_seen[row] = False
-            self.prompt_seen[row, torch.tensor(admit.input_ids, device=self.device)] = True
-        self.biased[row] = bool(params.bias_ids)
+            self.prompt_seen[row].index_fill_(0, self.upload(admit.input_ids, torch.int64), 1)
         if params.bias_ids:
             self.bias[row] = 0.0
-            ids = torch.tensor(params.bias_ids, device=self.device)
-            self.bias[row, ids] = torch.tensor(params.bias_values, device=self.device)
+            ids = self.upload(params.bias_ids, torch.int64)
+            self.bias[row].index_copy_(0, ids, self.upload(params.bias_values, torch.float32))
         self.is_end[row] = False
-        self.is_end[row, torch.tensor(params.end_ids, dtype=torch.int64, device=self.device)] = True
+        if params.end_ids:
+            self.is_end[row].index_fill_(0, self.upload(params.end_ids, torch.int64), 1)
+        if admit.cached_len:
+            slots = self.upload(admit.cached_slots, torch.int32)
+            self.slot_table[:, row, : admit.cached_len] = slots.view(self.total_loops, admit.cached_len)
 
     def set_prompt_slots(self, row: int, start: int, slots: torch.Tensor) -> None:
-        """Slots [T, n] of the prompt positions ``start ..``."""
+        """Slots [T, n] int32 of the prompt positions ``start ..``."""
         self.slot_table[:, row, start : start + slots.shape[1]] = slots
 
-    def grant(self, grant: Grant) -> None:
+    def grant(self, grants: Sequence[Grant]) -> None:
         """Slots for coming positions; entries deeper than a position's width repeat its last slot."""
-        if int(self.epoch[grant.row]) != grant.epoch:
-            return
-        columns, taken = [], 0
-        for width in grant.widths:
-            slots = grant.slots[taken : taken + width]
-            columns.append(slots + slots[-1:] * (self.total_loops - width))
-            taken += width
-        table = torch.tensor(columns, dtype=torch.int32, device=self.device).T
-        self.slot_table[:, grant.row, grant.start : grant.start + len(columns)] = table
-        self.granted_until[grant.row] = grant.start + len(columns)
+        places: list[int] = []  # flat index into the table of one depth
+        columns: list[int] = []
+        width_of_table = self.slot_table.shape[2]
+        for grant in grants:
+            taken = 0
+            for offset, width in enumerate(grant.widths):
+                slots = grant.slots[taken : taken + width]
+                columns.extend(slots + slots[-1:] * (self.total_loops - width))
+                places.append(grant.row * width_of_table + grant.start + offset)
+                taken += width
+        values = self.upload(columns, torch.int32).view(len(places), self.total_loops)
+        flat = self.slot_table.view(self.total_loops, -1)
+        flat.index_copy_(1, self.upload(places, torch.int64), values.T.contiguous())
+        rows = self.upload([grant.row for grant in grants], torch.int64)
+        until = self.upload([grant.start + len(grant.widths) for grant in grants], torch.int64)
+        self.granted_until.index_copy_(0, rows, until)
 
-    def activate(self, row: int, hidden: torch.Tensor, *, share_last: bool) -> None:
+    def set_mask(self, mask: Mask) -> None:
+        """The row's coda at ``mask.position`` may run."""
+        words = torch.frombuffer(bytearray(mask.bits), dtype=torch.int32)
+        self.mask[mask.row] = words if self.device.type == "cpu" else words.pin_memory().to(self.device)
+        self.mask_position[mask.row] = mask.position
+
+    def activate(self, row: int, prompt_length: int, hidden: torch.Tensor, *, share_last: bool) -> None:
         """The prompt is in the cache: sample the first token from h_T [H] in the next round's coda.
 
         ``share_last`` (layout ``shared``): from now on every depth of the prompt reads the last loop.
         """
-        length = int(self.prompt_length[row])
         if share_last:
-            self.slot_table[:, row, :length] = self.slot_table[-1, row, :length].clone()
+            last = self.slot_table[-1, row, :prompt_length].clone()
+            self.slot_table[:, row, :prompt_length] = last
         self.hidden[row] = hidden
-        self.position[row] = length - 1
-        self.depth[row] = self.total_loops
-        self.coda_wait[row] = 0
-        self.state[row] = RowState.CODA
+        self._integers[:4, row] = self.upload(
+            [RowState.CODA, prompt_length - 1, self.total_loops, 0], torch.int64
+        )
 
-    def release(self, row: int, epoch: int) -> bool:
-        """End a row from the host; False if another request has it by now."""
-        if int(self.epoch[row]) != epoch:
-            return False
-        self.state[row] = RowState.DONE
-        return True
+    def end(self, row: int) -> None:
+        """End a row from the host."""
+        self.state[row] = int(RowState.DONE)

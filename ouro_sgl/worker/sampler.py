@@ -78,7 +78,7 @@ class Sampler:
     def _processed(
         self, logits: torch.Tensor, ready: torch.Tensor, output_index: torch.Tensor
     ) -> torch.Tensor:
-        """Penalties, then the hold on end ids, then bias."""
+        """Penalties, then the hold on end ids, then the grammar's mask, then bias: SGLang's order."""
         rows = self._rows
         penalised = rows.penalised[ready].nonzero().squeeze(1)
         if len(penalised):
@@ -94,6 +94,9 @@ class Sampler:
         held = (output_index < rows.min_new_tokens[ready]).nonzero().squeeze(1)
         if len(held):
             logits[held] = logits[held].masked_fill(rows.is_end[ready[held]], -torch.inf)
+        constrained = rows.constrained[ready].nonzero().squeeze(1)
+        if len(constrained):
+            logits[constrained] = sampling.apply_mask(logits[constrained], rows.mask[ready[constrained]])
         biased = rows.biased[ready].nonzero().squeeze(1)
         if len(biased):
             logits[biased] += rows.bias[ready[biased]]

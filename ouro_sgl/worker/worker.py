@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ouro_sgl.messages import Admit, Chunk, ExitMode, RoundEvents, Segment, StepPlan
-from ouro_sgl.models.ouro import OuroModel
-from ouro_sgl.worker.attention import TorchAttention
+from ouro_sgl.messages import Admit, Chunk, RoundEvents, Segment, StepPlan
+from ouro_sgl.worker.executor import Computed, Executor, Pending
 from ouro_sgl.worker.kv_pool import KVPool
-from ouro_sgl.worker.prefill import ChunkResult, Prompt, run_chunk
-from ouro_sgl.worker.round import Head, RoundBlock, RoundRunner
+from ouro_sgl.worker.prefill import ChunkResult, Prompt
+from ouro_sgl.worker.round import RoundBlock
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
 
@@ -39,7 +38,8 @@ class WorkerSettings:
 class InFlight:
     """Launched work that was not yet read; ``applied_plan`` is the newest plan applied before it."""
 
-    result: ChunkResult | RoundBlock
+    work: Pending[ChunkResult] | Pending[RoundBlock]
+    is_round: bool
     applied_plan: int
     wakes: int  # how many plans and activations came before it
 
@@ -47,28 +47,16 @@ class InFlight:
 class Worker:
     """One model, its slots and its rows."""
 
-    def __init__(
-        self, model: OuroModel, pool: KVPool, heads: dict[ExitMode, Head], settings: WorkerSettings
-    ) -> None:
-        config = model.config
-        self._model = model
+    def __init__(self, rows: Rows, pool: KVPool, executor: Executor, settings: WorkerSettings) -> None:
+        self.rows = rows
         self._pool = pool
+        self._executor = executor
         self._settings = settings
-        self.rows = Rows(
-            settings.max_rows,
-            settings.max_length,
-            config.total_loops,
-            config.vocab_size,
-            config.hidden_size,
-            model.dtype,
-            model.device,
-        )
-        self._attention = TorchAttention(pool, config.head_dim)
-        self._runner = RoundRunner(model, self.rows, self._attention, heads, settings.min_coda_batch_size)
         self._prompts: dict[int, Prompt] = {}  # rows in prefill or running
         self._wishes: dict[int, LogprobWish] = {}  # rows that want log-probabilities of output tokens
         self._chunks: deque[Chunk] = deque()
         self._in_flight: deque[InFlight] = deque()
+        self._rounds_in_flight = 0
         self._running: set[int] = set()  # activated, end not yet seen
         # A round that found nothing to do stops the launching until the next wake: a plan or an
         # activation that came after that round was launched.
@@ -100,13 +88,19 @@ class Worker:
         if plan.plan_id != self._applied_plan + 1:
             raise ValueError(f"plan {plan.plan_id} follows plan {self._applied_plan}")
         for release in plan.releases:
-            if self.rows.release(release.row, release.epoch):
+            prompt = self._prompts.get(release.row)
+            if prompt is not None and prompt.epoch == release.epoch:
+                self.rows.end(release.row)
                 self._forget(release.row)
         for admit in plan.admits:
             self._admit(admit)
-        for grant in plan.grants:
-            self._pool.handed_out(torch.tensor(grant.slots))
-            self.rows.grant(grant)
+        grants = [grant for grant in plan.grants if self._has(grant.row, grant.epoch)]
+        if grants:
+            self._pool.handed_out([slot for grant in grants for slot in grant.slots])
+            self.rows.grant(grants)
+        for mask in plan.masks:
+            if self._has(mask.row, mask.epoch):
+                self.rows.set_mask(mask)
         for chunk in plan.chunks:
             for segment in chunk.segments:
                 self._place(segment)
@@ -118,6 +112,11 @@ class Worker:
         self._wakes += 1
         self._runnable = True
 
+    def _has(self, row: int, epoch: int) -> bool:
+        """Whether the row still is that admission's, as far as the host knows."""
+        prompt = self._prompts.get(row)
+        return prompt is not None and prompt.epoch == epoch
+
     def _admit(self, admit: Admit) -> None:
         params = admit.params
         self._forget(admit.row)
@@ -126,7 +125,7 @@ class Worker:
         self._prompts[admit.row] = Prompt(
             admit.row,
             admit.epoch,
-            torch.tensor(admit.input_ids, device=self.rows.device),
+            self.rows.upload(admit.input_ids, torch.int64),
             params.max_new_tokens,
             admit.prompt_logprob_start,
             wish,
@@ -135,11 +134,10 @@ class Worker:
             self._wishes[admit.row] = wish
 
     def _place(self, segment: Segment) -> None:
-        prompt = self._prompts.get(segment.row)
-        if prompt is None or prompt.epoch != segment.epoch:
+        if not self._has(segment.row, segment.epoch):
             return
-        slots = torch.tensor(segment.slots, dtype=torch.int32, device=self.rows.device)
-        self._pool.handed_out(slots.long())
+        self._pool.handed_out(segment.slots)
+        slots = self.rows.upload(segment.slots, torch.int32)
         self.rows.set_prompt_slots(segment.row, segment.start, slots.view(self.rows.total_loops, -1))
 
     def _forget(self, row: int) -> None:
@@ -152,6 +150,8 @@ class Worker:
         """Launch what may be launched, read at most one result; None if nothing is to report."""
         self._launch()
         if self._in_flight and not self._may_launch_round():
+            if not self._in_flight[0].work.done():
+                return None
             return self._read(self._in_flight.popleft())
         if not self._in_flight and self._reported_plan < self._applied_plan:
             return self._events(self._applied_plan)
@@ -162,33 +162,29 @@ class Worker:
         limit = self._settings.max_prefill_batches_before_decode
         if self._chunks and (not decodes or self._chunks_since_round < limit):
             self._chunks_since_round += 1
-            self._put(self._run_chunk(self._chunks.popleft()))
+            self._put(self._launch_chunk(self._chunks.popleft()), is_round=False)
         elif decodes:
             self._chunks_since_round = 0
-            self._put(self._runner.run(self._wishes))
+            self._put(self._executor.launch_round(len(self._running), self._wishes), is_round=True)
 
     def _may_launch_round(self) -> bool:
-        rounds = sum(isinstance(entry.result, RoundBlock) for entry in self._in_flight)
-        return bool(self._running) and self._runnable and rounds < self._settings.rounds_in_flight
+        room = self._rounds_in_flight < self._settings.rounds_in_flight
+        return room and self._runnable and bool(self._running)
 
-    def _run_chunk(self, chunk: Chunk) -> ChunkResult:
+    def _launch_chunk(self, chunk: Chunk) -> Pending[ChunkResult]:
         """Segments of rows that were released meanwhile are left out; their slots are not in use yet."""
-        segments = [
-            segment
-            for segment in chunk.segments
-            if segment.row in self._prompts and self._prompts[segment.row].epoch == segment.epoch
-        ]
+        segments = [segment for segment in chunk.segments if self._has(segment.row, segment.epoch)]
         if not segments:
-            return ChunkResult(chunk.chunk_id)
-        return run_chunk(
-            Chunk(chunk.chunk_id, segments), self._prompts, self._model, self.rows, self._attention
-        )
+            return Computed(ChunkResult(chunk.chunk_id))
+        return self._executor.launch_chunk(Chunk(chunk.chunk_id, segments), self._prompts)
 
-    def _put(self, result: ChunkResult | RoundBlock) -> None:
-        self._in_flight.append(InFlight(result, self._applied_plan, self._wakes))
+    def _put(self, work: Pending[ChunkResult] | Pending[RoundBlock], *, is_round: bool) -> None:
+        self._rounds_in_flight += is_round
+        self._in_flight.append(InFlight(work, is_round, self._applied_plan, self._wakes))
 
     def _read(self, entry: InFlight) -> RoundEvents:
-        result = entry.result
+        self._rounds_in_flight -= entry.is_round
+        result = entry.work.result()
         if isinstance(result, ChunkResult):
             self._retired_chunk = result.chunk_id
             self._activate(result)
@@ -199,7 +195,7 @@ class Worker:
         if result.idle and entry.wakes == self._wakes:
             self._runnable = False
         for row, epoch, reason in zip(result.rows, result.epochs, result.reasons, strict=True):
-            if reason and row in self._prompts and self._prompts[row].epoch == epoch:
+            if reason and self._has(row, epoch):
                 self._forget(row)
         events = self._events(entry.applied_plan)
         events.rows, events.epochs, events.positions = result.rows, result.epochs, result.positions
@@ -212,13 +208,14 @@ class Worker:
         """The last chunk's end was seen: these rows decode from now on."""
         for row, hidden in result.final_hidden.items():
             prompt = self._prompts.get(row)
-            if prompt is None:
+            if prompt is None:  # released while its chunk ran
                 continue
             if prompt.max_new_tokens == 0:
-                self.rows.release(row, prompt.epoch)
+                self.rows.end(row)
                 self._forget(row)
                 continue
-            self.rows.activate(row, hidden, share_last=self._settings.shared_layout)
+            share = self._settings.shared_layout
+            self.rows.activate(row, len(prompt.token_ids), hidden, share_last=share)
             self._running.add(row)
             self._wake()
 

@@ -141,13 +141,14 @@ def test_a_dead_child_ends_the_server_with_a_reason(model: Path, name: str) -> N
         assert name.removeprefix("ouro_sgl::") in server.log()
 
 
-def test_a_bad_checkpoint_ends_the_start_with_its_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_bad_checkpoint_ends_the_start_with_its_reason(tmp_path: Path, name: str) -> None:
     folder = rand_checkpoint(tmp_path / "bad")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[: len(whole) // 2])
     with start_server(folder) as server:
         assert server.process.wait(READY_TIMEOUT) not in (0, None)
-        assert "model.safetensors" in server.log()
+        assert name in server.log()
         assert "Traceback" not in server.log()
 
 

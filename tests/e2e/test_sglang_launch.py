@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,3 +63,37 @@ def test_positional_model_and_explicit_backend(ouro_folder: Path) -> None:
     helped = outcome(SERVE, "--model-type", "ouro", "--help")
     assert helped.returncode == 0
     assert "ouro_sgl.launch_server" in helped.stdout
+
+
+def test_bundled_model_answers_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a model path the bundled model is served; fork and select answer right, from the cache."""
+    import sglang as sgl
+
+    from ouro_sgl import RuntimeEndpoint
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += sgl.user("What is the capital of France?")
+        s += sgl.assistant(sgl.gen("answer", temperature=0, max_tokens=24))
+        s.sync()
+        forks = s.fork(2)
+        for fork, question in zip(forks, ["What color is the sky?", "What is 3 + 4?"], strict=True):
+            fork += sgl.user(question) + sgl.assistant(sgl.gen("v", temperature=0, max_tokens=24))
+        answers.append([s["answer"], *(fork["v"] for fork in forks)])
+        cached.append([fork.get_meta_info("v")["cached_tokens"] for fork in forks])
+        forks.join()
+        s += sgl.user("Is the sky blue or green?") + sgl.assistant(sgl.select("v", ["green", "blue"]))
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    answers: list[list[str]] = []
+    cached: list[list[int]] = []
+    with running_server(None, command=[*SERVE, "--model-type", "ouro"]) as server:
+        backend = RuntimeEndpoint(server.url, exit_threshold=0.5)
+        states = [program.run(backend=backend) for _ in range(2)]
+        assert [state["v"] for state in states] == ["blue", "blue"]
+    assert answers[0] == answers[1]
+    for answer, word in zip(answers[0], ["Paris", "blue", "7"], strict=True):
+        assert word in answer
+    # The first call finds the common prefix that fork has sent, the second also its own questions.
+    assert min(cached[0]) > 0
+    assert all(second > first for first, second in zip(*cached, strict=True))

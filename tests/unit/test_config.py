@@ -90,6 +90,7 @@ def test_aliases_and_derived_flags(line: str, field: str, value: object) -> None
         ("--prot 1", ["--prot", "--port"]),
         ("--max-running-request 1", ["--max-running-requests"]),
         ("--model-pat x", ["--model-pat", "--model-path"]),  # no abbreviations
+        ("--cuda-graph", ["--cuda-graphs"]),
         ("model", ["'model'"]),
         ("--port", ["--port", "expected one argument"]),
         ("--port x", ["--port", "'x'"]),
@@ -140,6 +141,13 @@ def test_refusals_say_why(line: str, words: list[str]) -> None:
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_a_command_without_http_says_so() -> None:
+    assert cli.parse_args(["--num-slots", "5"], http=False).num_slots == 5
+    with pytest.raises(ConfigError, match="--port concerns the HTTP server"):
+        cli.parse_args(["--port", "5"], http=False)
+    assert "--port" not in cli.build_parser("chat", http=False).format_help()
 
 
 @pytest.mark.parametrize(

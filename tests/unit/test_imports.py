@@ -88,3 +88,9 @@ def test_kernels_import_only_torch_and_triton() -> None:
     for file in files:
         for name in imported(file):
             assert name.split(".")[0] in allowed, f"{file} imports {name}"
+
+
+def test_the_package_exports_lazily_and_nothing_else() -> None:
+    assert ouro_sgl.Engine.__module__ == "ouro_sgl.engine"
+    assert not hasattr(ouro_sgl, "nothing")
+    assert set(ouro_sgl.__all__) == {"Engine", "RuntimeEndpoint", "__version__"}

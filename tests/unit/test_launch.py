@@ -126,6 +126,7 @@ def test_resolve_names_a_missing_tokenizer_and_a_foreign_model(folder: Path) -> 
 
 def test_a_port_in_use_is_named() -> None:
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]

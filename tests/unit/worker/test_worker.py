@@ -11,6 +11,7 @@ from ouro_sgl.messages import (
     ExitMode,
     FinishReason,
     Grant,
+    Mask,
     Release,
     RoundEvents,
     RowParams,
@@ -175,8 +176,9 @@ def test_a_plan_counts_as_applied_only_when_older_rounds_have_retired(model: Mod
     for _ in range(8):
         worker.step()  # rounds are in flight by now
     worker.apply(StepPlan(3, releases=[Release(0, 1)]))
-    before = [worker.step() for _ in range(2)]
-    assert all(report is None or report.applied_plan < 3 for report in before)
+    first = worker.step()
+    assert first is not None
+    assert first.applied_plan == 2
     assert run(worker)[-1].applied_plan == 3
 
 
@@ -233,3 +235,28 @@ def test_layout_shared_collapses_the_prompt_when_it_retires(model: Model) -> Non
     worker.apply(StepPlan(2, grants=[grant(0, 1, 2, 1, 100, width=1)]))
     assert tokens(run(worker), 0) == [12, 13]
     assert worker.rows.slot_table[:, 0, :3].tolist() == [[6, 7, 100]] * 4
+
+
+def bits(*ids: int) -> bytes:
+    words = [0] * (-(-259 // 32))
+    for token in ids:
+        words[token // 32] |= 1 << (token % 32)
+    return b"".join(word.to_bytes(4, "little") for word in words)
+
+
+def test_a_constrained_row_waits_for_its_mask_and_holds_up_nobody(model: Model) -> None:
+    worker = make(model)
+    params = RowParams(max_new_tokens=3, temperature=0.0, constrained=True)
+    worker.apply(numbered(admission(0, 1, [10], params, 0), 1))
+    plan = admission(1, 1, [30], RowParams(max_new_tokens=3, temperature=0.0), 300)
+    plan.grants = [grant(0, 1, 1, 2, 100), grant(1, 1, 1, 2, 400)]
+    worker.apply(numbered(plan, 2))
+    reports = run(worker)
+    assert tokens(reports, 1) == [31, 32, 33]
+    assert tokens(reports, 0) == []
+    assert worker.rows.state[0] == RowState.CODA
+    worker.apply(StepPlan(3, masks=[Mask(0, 1, 0, bits(258, 40))]))
+    assert tokens(run(worker), 0) == [40]  # the lower of two masked-in ids with equal logits
+    worker.apply(StepPlan(4, masks=[Mask(0, 1, 1, bits(41, 7))]))
+    assert tokens(run(worker), 0) == [41]
+    assert worker.rows.state[0] == RowState.CODA  # its loops have run; only the mask is missing

@@ -1,0 +1,206 @@
+"""Weight-streaming matrix products for a few rows: ``x @ weight.T``.
+
+Bits: an output element is one chain of k-steps of 16 in ascending order within its K split, however
+many rows, whatever tile; a weight's number of splits is fixed, and the partial sums are written
+apart for the consumer to add in index order. So the row count may change the tile, never the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """Launch shape of one product. ``swap``: the weight is the M operand of the tensor core."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    swap: bool = False
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr,
+    index_ptr,
+    count_ptr,
+    w_ptr,
+    y_ptr,
+    rows,
+    N,
+    K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP: tl.constexpr,
+    GATHER: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    first = tl.program_id(1) * BM
+    if GATHER:  # rows come from a device-built list; none left: return at once
+        count = tl.load(count_ptr)
+        if first >= count:
+            return
+    rm = first + tl.arange(0, BM)
+    rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    rk = tl.arange(0, BK)
+    split = tl.program_id(2)
+    keep = rm < rows
+    source = rm
+    if GATHER:
+        keep = rm < count
+        source = tl.load(index_ptr + rm, mask=keep, other=0).to(tl.int32)
+    span: tl.constexpr = K // SPLIT
+    x = x_ptr + source[:, None].to(tl.int64) * K + split * span + rk[None, :]
+    w = w_ptr + rn[:, None].to(tl.int64) * K + split * span + rk[None, :]
+    in_n = (rn < N)[:, None]
+    if SWAP:
+        acc = tl.zeros((BN, BM), tl.float32)
+    else:
+        acc = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, span, BK, num_stages=STAGES):
+        a = tl.load(x, mask=keep[:, None], other=0.0)
+        b = tl.load(w, mask=in_n, other=0.0)
+        if SWAP:
+            acc = tl.dot(b, a.T, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+        x += BK
+        w += BK
+    if SWAP:
+        acc = acc.T
+    out = y_ptr + split * rows * N + rm[:, None] * N + rn[None, :]
+    tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=keep[:, None] & (rn < N)[None, :])
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    tile: GemmTile,
+    block_m: int,
+    splits: int = 1,
+    index: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+) -> None:
+    """out[s] = partial sum s of ``x @ weight.T``.
+
+    x [B, K], or with ``index`` any [*, K] whose rows index[0 .. count) are taken; weight [N, K];
+    out [splits, B, N] (the dtype of x, or fp32). K must be a multiple of splits * tile.block_k. Rows
+    at or past ``count`` are not written.
+    """
+    rows, columns, inner = out.shape[-2], weight.shape[0], weight.shape[1]
+    grid = (triton.cdiv(columns, tile.block_n), triton.cdiv(rows, block_m), splits)
+    _linear_kernel[grid](
+        x,
+        index,
+        count,
+        weight,
+        out,
+        rows,
+        columns,
+        K=inner,
+        SPLIT=splits,
+        BM=block_m,
+        BN=tile.block_n,
+        BK=tile.block_k,
+        SWAP=tile.swap,
+        GATHER=index is not None,
+        STAGES=tile.stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+    )
+
+
+def linear_twin(x: torch.Tensor, weight: torch.Tensor, splits: int = 1) -> torch.Tensor:
+    """[splits, B, N] fp32 partial sums."""
+    parts = zip(x.float().chunk(splits, 1), weight.float().chunk(splits, 1), strict=True)
+    return torch.stack([a @ b.T for a, b in parts])
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    rows,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    rm = tl.program_id(1) * BM + tl.arange(0, BM)
+    rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    rk = tl.arange(0, BK)
+    keep = rm < rows
+    in_n = (rn < F)[:, None]
+    x = x_ptr + rm[:, None] * K + rk[None, :]
+    gate_w = w_ptr + rn[:, None].to(tl.int64) * K + rk[None, :]
+    up_w = gate_w + F * K
+    if SWAP:
+        gate = tl.zeros((BN, BM), tl.float32)
+        up = tl.zeros((BN, BM), tl.float32)
+    else:
+        gate = tl.zeros((BM, BN), tl.float32)
+        up = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, K, BK, num_stages=STAGES):
+        a = tl.load(x, mask=keep[:, None], other=0.0)
+        b = tl.load(gate_w, mask=in_n, other=0.0)
+        c = tl.load(up_w, mask=in_n, other=0.0)
+        if SWAP:
+            gate = tl.dot(b, a.T, gate, input_precision=PRECISION)
+            up = tl.dot(c, a.T, up, input_precision=PRECISION)
+        else:
+            gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
+            up = tl.dot(a, c.T, up, input_precision=PRECISION)
+        x += BK
+        gate_w += BK
+        up_w += BK
+    if SWAP:
+        gate = gate.T
+        up = up.T
+    kind = y_ptr.dtype.element_ty
+    g = gate.to(kind).to(tl.float32)  # rounded where the plain model rounds
+    u = up.to(kind).to(tl.float32)
+    y = (g / (1.0 + tl.exp(-g))).to(kind).to(tl.float32) * u
+    out = y_ptr + rm[:, None] * F + rn[None, :]
+    tl.store(out, y.to(kind), mask=keep[:, None] & (rn < F)[None, :])
+
+
+def gate_up(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: GemmTile, block_m: int) -> None:
+    """out [B, F] = silu(x @ gate.T) * (x @ up.T); weight [2 F, K] holds gate, then up."""
+    rows, width = out.shape
+    grid = (triton.cdiv(width, tile.block_n), triton.cdiv(rows, block_m))
+    _gate_up_kernel[grid](
+        x,
+        weight,
+        out,
+        rows,
+        F=width,
+        K=weight.shape[1],
+        BM=block_m,
+        BN=tile.block_n,
+        BK=tile.block_k,
+        SWAP=tile.swap,
+        STAGES=tile.stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+    )
+
+
+def gate_up_twin(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[B, F] in the dtype of x."""
+    gate, up = (x.float() @ weight.float().T).to(x.dtype).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

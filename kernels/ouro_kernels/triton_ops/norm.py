@@ -1,0 +1,230 @@
+"""Row-wise kernels between the products: partial sums, sandwich norms, residual, rope and KV write.
+
+One program per row and, for rope, per head; every reduction is over one row in one fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rms(x, weight, H: tl.constexpr, eps, kind: tl.constexpr):
+    """RMSNorm of one fp32 row, rounded where the plain model rounds; fp32 again."""
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    return ((x * inverse).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
+
+
+@triton.jit
+def _enter_kernel(
+    hidden_ptr, lanes_ptr, count_ptr, weight_ptr, residual_ptr, x_ptr, eps, H: tl.constexpr, BH: tl.constexpr
+):
+    lane = tl.program_id(0)
+    if lane >= tl.load(count_ptr):
+        return
+    kind = x_ptr.dtype.element_ty
+    d = tl.arange(0, BH)
+    keep = d < H
+    row = tl.load(lanes_ptr + lane).to(tl.int64)
+    h = tl.load(hidden_ptr + row * H + d, mask=keep, other=0.0)
+    weight = tl.load(weight_ptr + d, mask=keep, other=0.0).to(tl.float32)
+    tl.store(residual_ptr + lane * H + d, h, mask=keep)
+    tl.store(x_ptr + lane * H + d, _rms(h.to(tl.float32), weight, H, eps, kind).to(kind), mask=keep)
+
+
+def enter(
+    hidden: torch.Tensor,
+    lanes: torch.Tensor,
+    count: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    eps: float,
+) -> None:
+    """residual[i] = hidden[lanes[i]] and x[i] = its norm, for i < count. hidden [R, H], others [B, H]."""
+    width = hidden.shape[1]
+    _enter_kernel[(x.shape[0],)](
+        hidden, lanes, count, weight, residual, x, eps, H=width, BH=triton.next_power_of_2(width), num_warps=8
+    )
+
+
+@triton.jit
+def _sandwich_kernel(
+    partial_ptr,
+    residual_ptr,
+    weight_out_ptr,
+    weight_in_ptr,
+    x_ptr,
+    rows,
+    eps,
+    SPLIT: tl.constexpr,
+    H: tl.constexpr,
+    BH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    kind = x_ptr.dtype.element_ty
+    d = tl.arange(0, BH)
+    keep = d < H
+    mixed = tl.zeros((BH,), tl.float32)
+    for split in tl.static_range(SPLIT):  # in index order
+        part = tl.load(partial_ptr + split * rows * H + row * H + d, mask=keep, other=0.0)
+        mixed += part.to(tl.float32)
+    mixed = mixed.to(kind).to(tl.float32)
+    weight_out = tl.load(weight_out_ptr + d, mask=keep, other=0.0).to(tl.float32)
+    weight_in = tl.load(weight_in_ptr + d, mask=keep, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * H + d, mask=keep, other=0.0).to(tl.float32)
+    h = (residual + _rms(mixed, weight_out, H, eps, kind)).to(kind)
+    tl.store(residual_ptr + row * H + d, h, mask=keep)
+    tl.store(x_ptr + row * H + d, _rms(h.to(tl.float32), weight_in, H, eps, kind).to(kind), mask=keep)
+
+
+def sandwich(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    weight_out: torch.Tensor,
+    weight_in: torch.Tensor,
+    x: torch.Tensor,
+    eps: float,
+) -> None:
+    """residual += norm(sum of partials) * weight_out; x = norm(residual) * weight_in.
+
+    partial [splits, B, H] (fp32, or the dtype of x with one split); residual, x [B, H].
+    """
+    splits, rows, width = partial.shape
+    _sandwich_kernel[(rows,)](
+        partial,
+        residual,
+        weight_out,
+        weight_in,
+        x,
+        rows,
+        eps,
+        SPLIT=splits,
+        H=width,
+        BH=triton.next_power_of_2(width),
+        num_warps=8,
+    )
+
+
+def sandwich_twin(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    weight_out: torch.Tensor,
+    weight_in: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(residual, x) after the call."""
+    from ouro_kernels.norm import rms_norm
+
+    mixed = partial.float().sum(0).to(residual.dtype)
+    residual = residual + rms_norm(mixed, weight_out, eps)
+    return residual, rms_norm(residual, weight_in, eps)
+
+
+@triton.jit
+def _rope_write_kernel(
+    qkv_ptr,
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    slots_ptr,
+    positions_ptr,
+    count_ptr,
+    cos_ptr,
+    sin_ptr,
+    rows,
+    SPLIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if row >= tl.load(count_ptr):
+        return
+    head = tl.program_id(1)
+    kind = query_ptr.dtype.element_ty
+    N: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
+    HALF: tl.constexpr = D // 2
+    i = tl.arange(0, HALF)
+    first = tl.zeros((HALF,), tl.float32)
+    second = tl.zeros((HALF,), tl.float32)
+    for split in tl.static_range(SPLIT):
+        base = qkv_ptr + (split * rows + row).to(tl.int64) * N + head * D
+        first += tl.load(base + i).to(tl.float32)
+        second += tl.load(base + HALF + i).to(tl.float32)
+    first = first.to(kind)
+    second = second.to(kind)
+    if head >= HEADS + KV_HEADS:  # a value head: stored as it is
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        out = values_ptr + (slot * KV_HEADS + head - HEADS - KV_HEADS) * D
+        tl.store(out + i, first)
+        tl.store(out + HALF + i, second)
+    else:
+        position = tl.load(positions_ptr + row).to(tl.int64)
+        cos = tl.load(cos_ptr + position * HALF + i).to(tl.float32)
+        sin = tl.load(sin_ptr + position * HALF + i).to(tl.float32)
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        # products rounded apart, as the plain model does
+        low = ((a * cos).to(kind).to(tl.float32) - (b * sin).to(kind).to(tl.float32)).to(kind)
+        high = ((b * cos).to(kind).to(tl.float32) + (a * sin).to(kind).to(tl.float32)).to(kind)
+        if head < HEADS:
+            out = query_ptr + (row.to(tl.int64) * HEADS + head) * D
+        else:
+            slot = tl.load(slots_ptr + row).to(tl.int64)
+            out = keys_ptr + (slot * KV_HEADS + head - HEADS) * D
+        tl.store(out + i, low)
+        tl.store(out + HALF + i, high)
+
+
+def rope_write(
+    qkv: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    count: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    """Rotate query and key of the first ``count`` rows; key and value go to their slots.
+
+    qkv [splits, B, (heads + 2 kv_heads) * D] partial sums; query [B, heads, D]; keys, values
+    [num_slots, kv_heads, D] of one layer; slots, positions [B] integers; cos, sin [positions, D / 2].
+    """
+    splits, rows, _ = qkv.shape
+    _, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    _rope_write_kernel[(rows, heads + 2 * kv_heads)](
+        qkv,
+        query,
+        keys,
+        values,
+        slots,
+        positions,
+        count,
+        cos,
+        sin,
+        rows,
+        SPLIT=splits,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        num_warps=1,
+    )
+
+
+def rope_write_twin(
+    qkv: torch.Tensor, heads: int, kv_heads: int, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(query, key, value) in the dtype of cos."""
+    from ouro_kernels.rope import rope
+
+    head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
+    whole = qkv.float().sum(0).to(cos.dtype).view(-1, heads + 2 * kv_heads, head_dim)
+    query, key, value = whole.split((heads, kv_heads, kv_heads), dim=1)
+    angles = cos[positions], sin[positions]
+    return rope(query, *angles), rope(key, *angles), value

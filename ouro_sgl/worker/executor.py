@@ -1,0 +1,67 @@
+"""What the worker needs of a device: launch a round or a chunk now, read its result later."""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol, TypeVar
+
+from ouro_sgl.messages import Chunk, ExitMode
+from ouro_sgl.models.ouro import OuroModel
+from ouro_sgl.worker.attention import TorchAttention
+from ouro_sgl.worker.kv_pool import KVPool
+from ouro_sgl.worker.prefill import ChunkResult, Prompt, run_chunk
+from ouro_sgl.worker.round import Head, RoundBlock, RoundRunner
+from ouro_sgl.worker.rows import Rows
+from ouro_sgl.worker.sampler import LogprobWish
+
+R = TypeVar("R", covariant=True)
+
+
+class Pending(Protocol[R]):
+    """Launched work. ``result`` may be called once, when ``done`` is true."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> R: ...
+
+
+class Executor(Protocol):
+    def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> Pending[RoundBlock]:
+        """One round; at most ``running`` rows can be live. ``wishes`` by row."""
+
+    def launch_chunk(self, chunk: Chunk, prompts: dict[int, Prompt]) -> Pending[ChunkResult]: ...
+
+
+class Computed(Generic[R]):
+    """A result that was computed at its launch."""
+
+    def __init__(self, value: R) -> None:
+        self._value = value
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> R:
+        return self._value
+
+
+class TorchExecutor:
+    """The plain-torch twins; every launch computes at once."""
+
+    def __init__(
+        self,
+        model: OuroModel,
+        rows: Rows,
+        pool: KVPool,
+        heads: dict[ExitMode, Head],
+        min_coda_batch_size: int,
+    ) -> None:
+        self._model = model
+        self._rows = rows
+        self._attention = TorchAttention(pool, model.config.head_dim)
+        self._runner = RoundRunner(model, rows, self._attention, heads, min_coda_batch_size)
+
+    def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> Computed[RoundBlock]:
+        return Computed(self._runner.run(wishes))
+
+    def launch_chunk(self, chunk: Chunk, prompts: dict[int, Prompt]) -> Computed[ChunkResult]:
+        return Computed(run_chunk(chunk, prompts, self._model, self._rows, self._attention))

@@ -1,0 +1,92 @@
+"""Stop strings are found where a search in the whole text would find them."""
+
+from __future__ import annotations
+
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ouro_sgl.frontend.stops import StopMatch, StopMatcher
+
+LETTERS = st.text(alphabet="ab", max_size=6)
+
+
+def feed_all(matcher: StopMatcher, pieces: list[str]) -> tuple[StopMatch | None, int]:
+    """The first match and the number of tokens that it took."""
+    for number, piece in enumerate(pieces, start=1):
+        match = matcher.feed(piece, number)
+        if match is not None:
+            return match, number
+    return None, len(pieces)
+
+
+def test_a_stop_across_tokens() -> None:
+    match, tokens = feed_all(StopMatcher(["DEF"], 0), ["a", "bD", "E", "Fx", "y"])
+    assert match == StopMatch("DEF", 2, 5)
+    assert tokens == 4
+
+
+def test_a_stop_inside_a_token() -> None:
+    for stop, start in (("Pari", 0), ("ari", 1)):
+        match, _ = feed_all(StopMatcher([stop], 0), ["Paris"])
+        assert match == StopMatch(stop, start, start + len(stop))
+    assert feed_all(StopMatcher(["Paris!"], 0), ["Paris"])[0] is None
+
+
+def test_the_first_in_the_list_wins_within_a_token() -> None:
+    match, _ = feed_all(StopMatcher(["world", "hello"], 0), ["hello world"])
+    assert match == StopMatch("world", 6, 11)
+
+
+def test_an_earlier_token_wins_over_the_order_of_the_list() -> None:
+    match, tokens = feed_all(StopMatcher(["world", "hello"], 0), ["hello", " world"])
+    assert (match, tokens) == (StopMatch("hello", 0, 5), 1)
+
+
+def test_the_first_place_is_cut() -> None:
+    assert feed_all(StopMatcher(["aa"], 0), ["aaaa"])[0] == StopMatch("aa", 0, 2)
+
+
+def test_what_may_become_a_stop_is_held_back() -> None:
+    matcher = StopMatcher(["DEF", "bDX"], 0)
+    held = []
+    for number, piece in enumerate(["a", "b", "D", "E", "x"], start=1):
+        assert matcher.feed(piece, number) is None
+        held.append(matcher.held_back())
+    assert held == [0, 1, 2, 2, 0]
+
+
+def test_matches_of_early_tokens_are_ignored() -> None:
+    match, tokens = feed_all(StopMatcher(["a"], 3), ["a", "a", "b", "a"])
+    assert (match, tokens) == (StopMatch("a", 3, 4), 4)
+    match, tokens = feed_all(StopMatcher(["ab"], 2), ["a", "b"])
+    assert (match, tokens) == (StopMatch("ab", 0, 2), 2)
+
+
+@given(stops=st.lists(LETTERS.filter(bool), min_size=1, max_size=3), pieces=st.lists(LETTERS, max_size=12))
+@settings(max_examples=500, deadline=None)
+def test_equals_a_plain_search(stops: list[str], pieces: list[str]) -> None:
+    matcher = StopMatcher(stops, 0)
+    text = ""
+    for number, piece in enumerate(pieces, start=1):
+        match = matcher.feed(piece, number)
+        text += piece
+        first = next((stop for stop in stops if stop in text), None)
+        if first is None:
+            assert match is None
+            longest = max(n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n]))
+            assert matcher.held_back() == longest
+        else:
+            assert match == StopMatch(first, text.find(first), text.find(first) + len(first))
+            return
+
+
+def test_a_long_stop_costs_linear_time() -> None:
+    stop = "a" * 100_000 + "b"
+    matcher = StopMatcher([stop], 0)
+    start = time.perf_counter()
+    assert matcher.feed("a" * 100_000, 1) is None
+    assert matcher.feed("a" * 10, 2) is None
+    assert matcher.feed("b", 3) == StopMatch(stop, 10, 100_011)
+    assert time.perf_counter() - start < 10
