@@ -7,6 +7,7 @@ Needs nothing but the standard library.
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Callable
@@ -108,7 +109,7 @@ ASK_VALUE = (
 
 
 def addition(rng: Rng) -> str:
-    top = rng.choice((99, 999, 999))
+    top = rng.choice((99, 999, 999, 9999))
     return f"{rng.randint(10, top)} + {rng.randint(10, top)}"
 
 
@@ -119,15 +120,23 @@ def subtraction(rng: Rng) -> str:
 
 
 def product(rng: Rng) -> str:
-    return f"{rng.randint(11, 99)} * {rng.randint(2, 9)}"
+    return f"{rng.randint(11, 99)} * {rng.choice((rng.randint(2, 9), rng.randint(11, 30)))}"
+
+
+def mixed(rng: Rng) -> str:
+    """Products before sums: two or three terms, at least one of them a product."""
+    first = f"{rng.randint(2, 12)} * {rng.randint(2, 12)}"
+    second = rng.choice((f"{rng.randint(2, 12)} * {rng.randint(2, 12)}", str(rng.randint(2, 50))))
+    text = f"{first} + {second}" if rng.random() < 0.5 or evaluate(second) > evaluate(first) else f"{first} - {second}"
+    return f"{text} + {rng.randint(2, 50)}" if rng.random() < 0.3 else text
 
 
 def chain(rng: Rng) -> str:
-    """Three to five terms whose running total stays between 0 and 99."""
-    total = rng.randint(1, 20)
+    """Three to eight terms whose running total stays between 0 and 99."""
+    total = rng.randint(1, 30)
     text = str(total)
-    for _ in range(rng.randint(2, 4)):
-        term = rng.randint(1, 20)
+    for _ in range(rng.randint(2, 7)):
+        term = rng.randint(1, 30)
         if rng.random() < 0.5 and total >= term or total + term > 99:
             total, text = total - term, f"{text} - {term}"
         else:
@@ -136,11 +145,12 @@ def chain(rng: Rng) -> str:
 
 
 def evaluate(expression: str) -> int:
-    """The value of ``a op b op c ...`` with + and - from left to right, or one product."""
-    left, *rest = expression.split(" ")
-    total = int(left)
-    for sign, term in zip(rest[::2], rest[1::2], strict=True):
-        total = total * int(term) if sign == "*" else total + int(term) * (1 if sign == "+" else -1)
+    """The value of numbers joined by ``+``, ``-`` and ``*`` with spaces around them."""
+    total = 0
+    for part in expression.replace(" - ", " + -").split(" + "):
+        factors = part.removeprefix("-").split(" * ")
+        sign = -1 if part.startswith("-") else 1
+        total += sign * math.prod(map(int, factors))
     return total
 
 
@@ -155,12 +165,60 @@ def expression_exchange(rng: Rng, expression: str) -> Exchange:
     return asked, f"{expression} = {evaluate(expression)}."
 
 
+def variables(rng: Rng) -> str:
+    """Two to five definitions, each from the one before."""
+    names = rng.sample("abcdefghkmnpqrstuvwxyz", rng.randint(2, 5))
+    value = rng.randint(1, 30)
+    parts = [f"{names[0]} = {value}"]
+    for before, name in zip(names, names[1:], strict=False):
+        roll, term = rng.random(), rng.randint(1, 20)
+        if roll < 0.25 and value <= 49:
+            value, text = 2 * value, f"2 * {before}"
+        elif (roll < 0.6 and value >= term) or value + term > 99:
+            value, text = value - term, f"{before} - {term}"
+        else:
+            value, text = value + term, f"{before} + {term}"
+        parts.append(f"{name} = {text}")
+    return ", ".join(parts)
+
+
+def variables_exchange(rng: Rng, problem: str) -> Exchange:
+    values: dict[str, int] = {}
+    for part in problem.split(", "):
+        name, text = part.split(" = ")
+        values[name] = evaluate(" ".join(str(values.get(word, word)) for word in text.split(" ")))
+    asked = rng.choice(("{0}. What is {1}?", "If {0}, what is {1}?", "Let {0}. Find {1}.", "{0}, {1} = ?"))
+    return asked.format(problem, name), f"{name} = {values[name]}."
+
+
+SWAP_COLOURS = ("red", "blue", "green", "white", "black", "yellow", "pink", "brown")
+
+
+def swapping(rng: Rng) -> str:
+    """Three to five coloured cups, then one to four swaps: ``red blue green; 1 3; 2 3``."""
+    cups = rng.sample(SWAP_COLOURS, rng.randint(3, 5))
+    swaps = [rng.sample(range(1, len(cups) + 1), 2) for _ in range(rng.randint(1, 4))]
+    return "; ".join([" ".join(cups), *(f"{i} {j}" for i, j in swaps)])
+
+
+def swapping_exchange(rng: Rng, problem: str) -> Exchange:
+    cups_text, *swaps = problem.split("; ")
+    cups = cups_text.split(" ")
+    asked = rng.choice(("The cups are {}.", "There are cups in a row: {}.", "Cups: {}.")).format(", ".join(cups))
+    for swap in swaps:
+        i, j = (int(number) - 1 for number in swap.split(" "))
+        cups[i], cups[j] = cups[j], cups[i]
+        asked += f" Swap {i + 1} and {j + 1}."
+    asked += rng.choice((" What is the order now?", " What is the new order?", " Order?"))
+    return asked, "Order: " + ", ".join(cups) + "."
+
+
 def sorting(rng: Rng) -> str:
-    return ", ".join(str(number) for number in rng.sample(range(1, 100), rng.randint(3, 5)))
+    return ", ".join(str(number) for number in rng.sample(range(1, 100), rng.randint(3, 7)))
 
 
 def reversing(rng: Rng) -> str:
-    return " ".join(rng.sample(WORDS, rng.randint(3, 5)))
+    return " ".join(rng.sample(WORDS, rng.randint(3, 6)))
 
 
 def sorting_exchange(rng: Rng, problem: str) -> Exchange:
@@ -190,15 +248,17 @@ def reversing_exchange(rng: Rng, problem: str) -> Exchange:
 
 Maker = Callable[[Rng], str]
 Asker = Callable[[Rng, str], Exchange]
-HARD: dict[str, tuple[Maker, Asker]] = {
-    "addition": (addition, expression_exchange),
-    "subtraction": (subtraction, expression_exchange),
-    "product": (product, expression_exchange),
-    "chain": (chain, expression_exchange),
-    "sorting": (sorting, sorting_exchange),
-    "reversing": (reversing, reversing_exchange),
+HARD: dict[str, tuple[Maker, Asker, int]] = {  # the last number is how often it comes up
+    "addition": (addition, expression_exchange, 4),
+    "subtraction": (subtraction, expression_exchange, 4),
+    "product": (product, expression_exchange, 4),
+    "mixed": (mixed, expression_exchange, 4),
+    "chain": (chain, expression_exchange, 5),
+    "variables": (variables, variables_exchange, 4),
+    "swapping": (swapping, swapping_exchange, 4),
+    "sorting": (sorting, sorting_exchange, 2),
+    "reversing": (reversing, reversing_exchange, 1),
 }
-HARD_WEIGHTS = {"addition": 4, "subtraction": 4, "product": 2, "chain": 6, "sorting": 2, "reversing": 1}
 
 
 def draw_problem(rng: Rng, kind: str, held_out: bool) -> str:
@@ -210,7 +270,7 @@ def draw_problem(rng: Rng, kind: str, held_out: bool) -> str:
 
 
 def hard_exchange(rng: Rng) -> Exchange:
-    kind = rng.choices(list(HARD_WEIGHTS), list(HARD_WEIGHTS.values()))[0]
+    kind = rng.choices(list(HARD), [weight for _, _, weight in HARD.values()])[0]
     return HARD[kind][1](rng, draw_problem(rng, kind, held_out=False))
 
 
@@ -218,7 +278,7 @@ def held_out_items(seed: int, per_kind: int) -> list[Item]:
     """``per_kind`` different questions of every hard kind, none of which is in the corpus."""
     rng = random.Random(seed)
     items = []
-    for kind, (_, ask) in HARD.items():
+    for kind, (_, ask, _) in HARD.items():
         seen: set[str] = set()
         while len(seen) < per_kind:
             problem = draw_problem(rng, kind, held_out=True)
@@ -656,7 +716,7 @@ def introductions(rng: Rng) -> list[Exchange]:
 
 
 TOPICS: tuple[tuple[Callable[[Rng], Exchange], int], ...] = (
-    (hard_exchange, 38),
+    (hard_exchange, 45),
     (small_sum, 8),
     (word_problem, 4),
     (compare, 3),
@@ -715,7 +775,7 @@ def statement(rng: Rng) -> str:
         return count(rng)[1]
     lines = []
     for _ in range(rng.randint(1, 5)):
-        kind = rng.choice(("addition", "subtraction", "product", "chain"))
+        kind = rng.choice(("addition", "subtraction", "product", "mixed", "chain"))
         problem = draw_problem(rng, kind, held_out=False)
         if rng.random() < 0.4:
             problem = f"{rng.randint(0, 12)} {rng.choice('+*')} {rng.randint(0, 12)}"
@@ -732,12 +792,16 @@ def document(rng: Rng) -> list[Segment]:
     if roll < 0.15:
         return [(statement(rng) + END_OF_TEXT, True)]
     if roll < 0.30:
-        question, answer = exchange(rng)
-        if rng.random() < 0.3:
-            return [(f"Q: {question}\nA:", False), (f" {answer}{END_OF_TEXT}", True)]
-        if rng.random() < 0.15:
-            return [(f"Question: {question}\nAnswer:", False), (f" {answer}{END_OF_TEXT}", True)]
-        return [(question, False), (rng.choice(("\n", " ")) + answer + END_OF_TEXT, True)]
+        if rng.random() < 0.5:
+            question, answer = exchange(rng)
+            return [(question, False), (rng.choice(("\n", " ")) + answer + END_OF_TEXT, True)]
+        asks, replies = rng.choice((("Q", "A"), ("Q", "A"), ("Question", "Answer"), ("User", "Assistant"), ("Human", "AI")))
+        shots: list[Segment] = []
+        for left in reversed(range(rng.choice((1, 1, 2, 3)))):
+            question, answer = exchange(rng)
+            shots.append((f"{asks}: {question}\n{replies}:", False))
+            shots.append((f" {answer}" + ("\n" if left else END_OF_TEXT), True))
+        return shots
     if roll < 0.36:
         turns = introductions(rng)
     else:

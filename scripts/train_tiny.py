@@ -11,9 +11,10 @@ The stages follow "Scaling Latent Reasoning via Looped Language Models" (arXiv 2
 3. Distilled for serving, not in the paper: a lookahead head that says after loop r what the gate
    will have said after loop r + 1.
 
-In half of the training rows the tokens leave at random depths and later tokens read their K/V as
-the runtime will store it (``last_exited``: deeper loops see that of the exit loop), so that the
-model is used to it.
+A served token that left early has K/V of the loops that it ran only. The model is made used to that:
+in half of the training rows some tokens leave at random depths, and later tokens read their K/V
+as the KV layout ``last_exited`` keeps it (deeper loops see that of the exit loop). A quarter of
+the rows is also read as the layout ``shared`` keeps it (every loop sees that of the exit loop).
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-VOCAB, HIDDEN, INTERMEDIATE, LAYERS, HEADS, HEAD_DIM, LOOPS = 2048, 256, 1280, 2, 4, 64, 4
+VOCAB, HIDDEN, INTERMEDIATE, LAYERS, HEADS, HEAD_DIM, LOOPS = 2048, 256, 1024, 2, 4, 64, 4
 MAX_POSITION, ROPE_THETA, NORM_EPS = 2048, 10000.0, 1e-6
 ROW_LENGTH = 512  # tokens of one packed training row
-ENTROPY_WEIGHT = 0.1  # stage 1, in nats of loss per nat of entropy
-# Stage 2: go on with probability sigmoid(GAIN_SLOPE * (gain - GAIN_WORTH)), gain in nats per token.
-GAIN_SLOPE, GAIN_WORTH = 50.0, 0.05
+ENTROPY_WEIGHT = 0.05  # stage 1, in nats of loss per nat of entropy
+GAIN_POWER, EASY_SHARE = 0.5, 0.5  # stage 2, see there
+SHARED_ROWS = 4  # one row in so many is also read as the layout ``shared`` keeps it
 END_ID, PAD_ID = 0, 0
 TRAINED, GENERATED = 1, 2  # bits of a token's flag
 
@@ -224,16 +225,27 @@ class Layer(nn.Module):
         return h + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(h)))
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, frozen: Tensor | None, kv: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One layer of one loop over packed rows; ``kv`` is the loop before's, kept where ``frozen``.
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+        frozen: Tensor,
+        kept: tuple[Tensor, Tensor] | None,
+        others: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """One layer of one loop over packed rows; returns the new x and (K, V) as later tokens read it.
 
-        x [B, S, HIDDEN], mask [B, 1, S, S] bool, frozen [B, 1, S, 1] bool.
+        x [B, S, HIDDEN]; frozen [B, 1, S, 1] bool: positions that left before this loop, whose K/V
+        stays that of the loop before (``kept``). K and V are [B, HEADS, S, HEAD_DIM]; with ``others``
+        each query reads those at earlier positions and its own of this loop. mask [B, 1, S, S] bool,
+        with ``others`` [B, 1, S, 2 * S] over others and own.
         """
         q, k, v = self.self_attn.qkv(self.input_layernorm(x), cos, sin)
-        if kv is not None and frozen is not None:
-            k, v = torch.where(frozen, kv[0], k), torch.where(frozen, kv[1], v)
-        return self.finish(x, F.scaled_dot_product_attention(q, k, v, attn_mask=mask)), k, v
+        if kept is not None:
+            k, v = torch.where(frozen, kept[0], k), torch.where(frozen, kept[1], v)
+        read = (k, v) if others is None else (torch.cat([others[0], k], 2), torch.cat([others[1], v], 2))
+        return self.finish(x, F.scaled_dot_product_attention(q, *read, attn_mask=mask)), (k, v)
 
 
 class Core(nn.Module):
@@ -260,27 +272,33 @@ class TinyOuro(nn.Module):
         nn.init.zeros_(self.model.early_exit_gate.weight)
         nn.init.constant_(self.model.early_exit_gate.bias, -1.0)
 
-    def states(self, ids: Tensor, numbers: Tensor, depths: Tensor) -> list[Tensor]:
-        """The normed state after each loop, [B, S, HIDDEN] each.
+    def states(
+        self, ids: Tensor, numbers: Tensor, depths: Tensor, others: list[tuple[Tensor, Tensor]] | None = None
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """The normed state after each loop, [B, S, HIDDEN] each, and each layer's K/V at the exit loop.
 
         ids [B, S]; numbers [B, S], attention stays within equal numbers; depths [B, S], a
-        position's state is meaningful up to its depth and later tokens read it accordingly.
+        position's state is meaningful up to its depth. ``others``: the K/V that every loop reads at
+        earlier positions (layout ``shared``); None: those of the same loop, or of the exit loop.
         """
         length = ids.shape[1]
         cos, sin = rope_tables(length, ids.device)
         causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
-        mask = ((numbers[:, :, None] == numbers[:, None, :]) & causal)[:, None]
+        own = torch.eye(length, dtype=torch.bool, device=ids.device)
+        mask = (numbers[:, :, None] == numbers[:, None, :]) & causal
+        if others is not None:
+            mask = torch.cat([mask & ~own, own.expand_as(mask)], -1)
         h = self.model.embed_tokens(ids)
         kept: list[tuple[Tensor, Tensor] | None] = [None] * LAYERS
         result = []
         for loop in range(1, LOOPS + 1):
             frozen = (depths < loop)[:, None, :, None]
             for i, layer in enumerate(self.model.layers):
-                h, k, v = layer(h, cos, sin, mask, frozen, kept[i])
-                kept[i] = (k, v)
+                before = None if others is None else others[i]
+                h, kept[i] = layer(h, cos, sin, mask[:, None], frozen, kept[i], before)
             h = self.model.norm(h)
             result.append(h)
-        return result
+        return result, [kv for kv in kept if kv is not None]
 
     def loss_of(self, state: Tensor, targets: Tensor) -> Tensor:
         """Next-token loss of one loop, fp32 [B, S]."""
@@ -303,10 +321,10 @@ def exit_distribution(gate_logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_depths(flags: Tensor, generator: torch.Generator) -> Tensor:
-    """Exit depths [B, S]: prompts run all loops; in half of the rows half of the generated tokens leave early."""
+    """Exit depths [B, S]: prompts run all loops; in half of the rows a third of the generated tokens leave early."""
     shape, device = flags.shape, flags.device
     early = torch.randint(1, LOOPS, shape, generator=generator, device=device)
-    leaves = torch.rand(shape, generator=generator, device=device) < 0.5
+    leaves = torch.rand(shape, generator=generator, device=device) < 1 / 3
     leaves &= torch.rand((shape[0], 1), generator=generator, device=device) < 0.5
     leaves &= (flags & GENERATED) > 0
     return torch.where(leaves, early, LOOPS)
@@ -317,6 +335,13 @@ def next_targets(ids: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------- stage 1
+
+
+def expected_loss(gate_logits: Tensor, losses: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over the chosen tokens of the expected loss minus the weighted entropy; and p [.., LOOPS]."""
+    p, log_p = exit_distribution(gate_logits)
+    each = (p * losses).sum(-1) + ENTROPY_WEIGHT * (p * log_p).sum(-1)
+    return (each * chosen).sum() / chosen.sum().clamp(min=1), p
 
 
 def stage_one(
@@ -334,10 +359,11 @@ def stage_one(
     ]
     generator = torch.Generator(device).manual_seed(seed)
     if fast:
+        torch._dynamo.config.recompile_limit = 32  # a layer has a variant per pass, and there are several layers
         for layer in model.model.layers:
-            layer.compile()
-        model.model.norm.compile()
-    loss_of = torch.compile(model.loss_of) if fast else model.loss_of
+            layer.compile(dynamic=False)
+        model.model.norm.compile(dynamic=False)
+    loss_of = torch.compile(model.loss_of, dynamic=False) if fast else model.loss_of
     batches = rows.batches(batch_rows, seed)
     started = time.monotonic()
     next_print = 0.0
@@ -353,18 +379,28 @@ def stage_one(
         ids, numbers, flags = next(batches)
         depths = random_depths(flags, generator)
         targets = next_targets(ids)
+        # Tokens that leave early are there for the others to read; only the rest is trained on.
+        full = ((flags & TRAINED) > 0) & (depths == LOOPS)
         with torch.autocast(device.type, torch.bfloat16, enabled=fast):
-            states = model.states(ids, numbers, depths)
+            states, kept = model.states(ids, numbers, depths)
             losses = torch.stack([loss_of(state, targets) for state in states], -1)  # [B, S, LOOPS]
-        trained = (flags & TRAINED) > 0
-        full = (trained & (depths == LOOPS)).float()
-        early = (trained & (depths < LOOPS)).float()
-        p, log_p = exit_distribution(model.gate(states))
-        expected = (p * losses).sum(-1) + ENTROPY_WEIGHT * (p * log_p).sum(-1)
-        # A token that leaves early has no loops after it: the mean loss of those it ran.
-        ran = (torch.arange(1, LOOPS + 1, device=device) <= depths[..., None]).float()
-        cut = (losses * ran).sum(-1) / depths
-        loss = (expected * full + cut * early).sum() / trained.sum()
+            loss, p = expected_loss(model.gate(states), losses, full)
+            # Layout shared: K/V of prompts as above, those of generated tokens found by two rounds
+            # of substitution (a served token would read what its predecessors wrote, one by one).
+            part = slice(0, max(1, batch_rows // SHARED_ROWS))
+            generated = ((flags[part] & GENERATED) > 0)[:, None, :, None]
+            prompt_kv = [(k[part], v[part]) for k, v in kept]
+            others = prompt_kv
+            for _ in range(2):
+                states, kept = model.states(ids[part], numbers[part], depths[part], others)
+                others = [
+                    (torch.where(generated, k, k0), torch.where(generated, v, v0))
+                    for (k, v), (k0, v0) in zip(kept, prompt_kv, strict=True)
+                ]
+            shared_losses = torch.stack([loss_of(state, targets[part]) for state in states], -1)
+            chosen = full[part] & ((flags[part] & GENERATED) > 0)
+            shared_loss, _ = expected_loss(model.gate(states), shared_losses, chosen)
+        loss = loss + shared_loss / SHARED_ROWS
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -372,12 +408,14 @@ def stage_one(
             optimizer.zero_grad(set_to_none=True)
         if progress >= next_print:
             next_print += 0.04
-            by_loop = ((losses * full[..., None]).sum((0, 1)) / full.sum()).tolist()
-            mean_p = ((p * full[..., None]).sum((0, 1)) / full.sum()).tolist()
+            by_loop = losses[full].mean(0).tolist()
+            mean_p = p[full].mean(0).tolist()
+            by_loop_shared = shared_losses[chosen].mean(0).tolist()
             seconds = time.monotonic() - started
             print(
                 f"step {step:6d}  {seconds:6.1f} s  {(step + 1) * batch_rows * ROW_LENGTH / seconds / 1e6:5.2f} Mtok/s"
                 f"  loss by loop {' '.join(f'{x:.4f}' for x in by_loop)}"
+                f"  shared {' '.join(f'{x:.4f}' for x in by_loop_shared)}"
                 f"  exit pdf {' '.join(f'{x:.2f}' for x in mean_p)}",
                 flush=True,
             )
@@ -387,21 +425,31 @@ def stage_one(
 
 
 @torch.no_grad()
-def frozen_features(model: TinyOuro, rows: Rows, num_tokens: int, batch_rows: int) -> tuple[Tensor, Tensor]:
-    """States [N, LOOPS, HIDDEN] (fp32) and losses [N, LOOPS] of trained tokens that ran all loops."""
+def frozen_features(
+    model: TinyOuro, rows: Rows, num_tokens: int, batch_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of generated tokens that ran all loops: states, losses and what going on would gain.
+
+    Returns fp32 [N, LOOPS, HIDDEN], [N, LOOPS] and [N, LOOPS - 1]. The gain after loop t is the loss
+    of that loop minus the loss of the last one, in expectation over the last one's prediction:
+    never negative, and free of the luck of the one token that the corpus happens to hold.
+    """
     generator = torch.Generator(rows.ids.device).manual_seed(1)
-    all_states, all_losses, count = [], [], 0
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    count = 0
     for ids, numbers, flags in rows.batches(batch_rows, seed=2):
         depths = random_depths(flags, generator)
-        states = model.states(ids, numbers, depths)
-        losses = torch.stack([model.loss_of(state, next_targets(ids)) for state in states], -1)
         chosen = ((flags & (TRAINED | GENERATED)) == TRAINED | GENERATED) & (depths == LOOPS)
-        all_states.append(torch.stack(states, -2)[chosen].float())
-        all_losses.append(losses[chosen])
-        count += int(chosen.sum())
+        states = torch.stack(model.states(ids, numbers, depths)[0], -2)[chosen].float()
+        logs = model.lm_head(states).float().log_softmax(-1)
+        losses = -logs.gather(-1, next_targets(ids)[chosen][:, None, None].expand(-1, LOOPS, 1)).squeeze(-1)
+        gains = (logs[:, -1:].exp() * (logs[:, -1:] - logs[:, :-1])).sum(-1).clamp(min=0)
+        columns.append((states, losses, gains))
+        count += len(states)
         if count >= num_tokens:
             break
-    return torch.cat(all_states), torch.cat(all_losses)
+    states, losses, gains = (torch.cat(column) for column in zip(*columns, strict=True))
+    return states, losses, gains
 
 
 def fit_logistic(features: Tensor, targets: Tensor, steps: int = 600) -> tuple[Tensor, Tensor]:
@@ -421,23 +469,20 @@ def fit_logistic(features: Tensor, targets: Tensor, steps: int = 600) -> tuple[T
     return weight.detach(), bias.detach()
 
 
-def exit_targets(losses: Tensor) -> Tensor:
-    """Probability that a token should leave after loops 1..LOOPS-1, from losses [N, LOOPS].
+def stage_two(model: TinyOuro, states: Tensor, gains: Tensor) -> None:
+    """Fit the gate to leave where the gain of going on is small, on a logarithmic scale.
 
-    The gain of going on is what the best later loop would take off the loss.
+    A token should leave with probability 1 / (1 + (gain / worth) ** GAIN_POWER). ``worth`` is the
+    EASY_SHARE quantile of the gains after loop 1: at threshold 0.5 about that share of the tokens
+    leaves there, and the other thresholds spread smoothly around it.
     """
-    best_later = losses.flip(-1).cummin(-1).values.flip(-1)[:, 1:]
-    gain = (losses[:, :-1] - best_later).clamp(min=0)
-    return 1 - torch.sigmoid(GAIN_SLOPE * (gain - GAIN_WORTH))
-
-
-def stage_two(model: TinyOuro, states: Tensor, losses: Tensor) -> None:
-    targets = exit_targets(losses)
+    worth = gains[:, 0].quantile(EASY_SHARE)
+    targets = torch.sigmoid(-GAIN_POWER * torch.log((gains + 1e-9) / worth))
     weight, bias = fit_logistic(states[:, :-1].flatten(0, 1), targets.flatten())
     with torch.no_grad():
         model.model.early_exit_gate.weight.copy_(weight.bfloat16())
         model.model.early_exit_gate.bias.copy_(bias.bfloat16())
-    print("gate targets by loop", " ".join(f"{x:.3f}" for x in targets.mean(0).tolist()))
+    print(f"gate: worth {worth:.2e} nats, targets by loop", " ".join(f"{x:.3f}" for x in targets.mean(0).tolist()))
 
 
 def fit_lookahead(model: TinyOuro, states: Tensor) -> dict[str, Tensor]:
@@ -475,10 +520,11 @@ def generate(
     cos, sin = rope_tables(total, device)
     cache = torch.zeros(LOOPS, LAYERS, 2, count, HEADS, total, HEAD_DIM, device=device, dtype=dtype)
     causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+    nothing = torch.zeros(1, dtype=torch.bool, device=device)
     h = model.model.embed_tokens(ids)
     for loop in range(LOOPS):
         for i, layer in enumerate(model.model.layers):
-            h, k, v = layer(h, cos[:longest], sin[:longest], causal, None, None)
+            h, (k, v) = layer(h, cos[:longest], sin[:longest], causal, nothing, None, None)
             cache[loop, i, 0, :, :, :longest], cache[loop, i, 1, :, :, :longest] = k, v
         h = model.model.norm(h)
     if layout == "shared":
@@ -635,8 +681,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=300_000, help="rows of the corpus")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (both optimizers)")
     parser.add_argument("--workers", type=int, default=16, help="processes that make the corpus")
-    parser.add_argument("--gate-tokens", type=int, default=400_000, help="tokens of stages 2 and 3")
-    parser.add_argument("--per-kind", type=int, default=200, help="held-out problems per kind in the report")
+    parser.add_argument("--gate-tokens", type=int, default=200_000, help="tokens of stages 2 and 3")
+    parser.add_argument("--per-kind", type=int, default=20, help="held-out problems per kind in the report; 0: none")
     parser.add_argument("--gate-only", action="store_true", help="keep the model in --out, redo stages 2 and 3")
     args = parser.parse_args()
 
@@ -664,12 +710,13 @@ def main() -> None:
     with torch.no_grad():  # what is served is rounded to bf16; everything after sees that
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
-    states, losses = frozen_features(model, rows, args.gate_tokens, min(args.batch_rows, 32))
+    states, losses, gains = frozen_features(model, rows, args.gate_tokens, min(args.batch_rows, 32))
     print("loss by loop (bf16 weights)", " ".join(f"{x:.4f}" for x in losses.mean(0).tolist()))
-    stage_two(model, states, losses)
+    stage_two(model, states, gains)
     save(args.out, model, tokenizer, fit_lookahead(model, states))
     print(f"saved, {time.monotonic() - started:.0f} s", flush=True)
-    report(model, tokenizer, args.per_kind)
+    if args.per_kind:
+        report(model, tokenizer, args.per_kind)
     print(f"done, {time.monotonic() - started:.0f} s", flush=True)
 
 

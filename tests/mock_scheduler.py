@@ -92,6 +92,7 @@ class MockScheduler(threading.Thread):
         )
         self._announce = threading.Event()
         self._failure: str | None = None
+        self._injected: list[Any] = []
         self._halt = threading.Event()
         self._waiting: list[_Row] = []
         self._running: dict[int, _Row] = {}
@@ -104,6 +105,10 @@ class MockScheduler(threading.Thread):
 
     def break_down(self, message: str) -> None:
         self._failure = message
+
+    def inject(self, message: Any) -> None:
+        """Send ``message`` to the frontend with the next round."""
+        self._injected.append(message)
 
     def stop(self) -> None:
         self._halt.set()
@@ -214,6 +219,8 @@ class MockScheduler(threading.Thread):
         )
 
     def _round(self) -> None:
+        while self._injected:
+            self._sender.send(self._injected.pop(0))
         batch = TokenBatch([], [], [], [], [], {}, [])
         self._admit(batch)
         for uid, row in list(self._running.items()):

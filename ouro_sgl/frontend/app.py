@@ -27,7 +27,7 @@ HEALTH_ROUTES = ("/health", "/health_generate")
 # Seconds until somebody listens for the client's disconnect: most answers are out before, and a task
 # for each of them would be wasted.
 WATCH_AFTER = 0.25
-MAX_SEQUENCES = 8192  # prompts times samples of one call
+MAX_SEQUENCES = 4096  # prompts times samples of one call
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -81,8 +81,15 @@ class Application:
             return
         if path == "/generate" and method != "PATCH":
             await self._generate(scope, body, receive, send)
-        else:
-            await self._routes(scope, _replay(body, receive), send)
+            return
+        if body:
+            # FastAPI's parser lets through what is not JSON in UTF-8, NaN and half characters among it.
+            try:
+                orjson.loads(body)
+            except orjson.JSONDecodeError as error:
+                await _send_json(send, 400, schema_error_body(f"the request body cannot be read: {error}"))
+                return
+        await self._routes(scope, _replay(body, receive), send)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         """The whole body.

@@ -141,6 +141,8 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
     """
     if not isinstance(ids, list | tuple):
         raise RequestError(f"{name} must be a list of token ids, got {_show(ids)}")
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return list(ids)
     for token_id in ids:
         if not _is_int(token_id):
             raise RequestError(f"{name}: {_show(token_id)} is not a token id")

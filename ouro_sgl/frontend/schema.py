@@ -112,16 +112,14 @@ def expand(body: GenerateBody, limits: Limits, max_sequences: int | None = None)
         raise RequestError("return_exit_logprobs is not supported yet by this server")
     if body.priority is not None and not -INT64 <= body.priority < INT64:
         raise RequestError("priority must be a 64-bit integer")
-    inputs, batch = _inputs(body, limits)
+    inputs, batch = _inputs(body)
     size = len(inputs)
+    _check_count(size, 1, max_sequences)  # before anything is done for each of them
     samplings = _samplings(body, size, batch, limits)
     samples = samplings[0].n
     if any(sampling.n != samples for sampling in samplings):
         raise RequestError("n must be the same for all prompts of a batch")
-    if max_sequences is not None and size * samples > max_sequences:
-        raise RequestError(
-            f"a call may hold at most {max_sequences} sequences, got {size} prompts with n {samples}"
-        )
+    _check_count(size, samples, max_sequences)
 
     logprobs = _per_prompt("return_logprob", body.return_logprob, size, False)
     starts = _per_prompt("logprob_start_len", body.logprob_start_len, size, None)
@@ -131,7 +129,11 @@ def expand(body: GenerateBody, limits: Limits, max_sequences: int | None = None)
     # Clients that score bare token lists (unconditional likelihood) send no start and want them all.
     ids_batch = body.text is None and batch
     prompts = []
-    for index, (text, ids) in enumerate(inputs):
+    for index, given in enumerate(inputs):
+        text, ids = (given, []) if isinstance(given, str) else (None, given)
+        # An id is looked at only in a list that is short enough to be served.
+        if text is None and (not isinstance(ids, list) or len(ids) < limits.served_length):
+            ids = check_ids("input_ids", ids, limits.vocab_size)
         sampling, start, top = samplings[index], starts[index], tops[index]
         token_ids = check_ids("token_ids_logprob", scored[index], limits.vocab_size)
         if not 0 <= top <= limits.vocab_size:
@@ -157,26 +159,26 @@ def expand(body: GenerateBody, limits: Limits, max_sequences: int | None = None)
     return Expanded(prompts, samples, many=batch or samples > 1, rids=rids, groups=groups)
 
 
-def _inputs(body: GenerateBody, limits: Limits) -> tuple[list[tuple[str | None, list[int]]], bool]:
-    """(text, ids) of every prompt, and whether the client sent a batch."""
+def _check_count(prompts: int, samples: int, max_sequences: int | None) -> None:
+    if max_sequences is not None and prompts * samples > max_sequences:
+        raise RequestError(
+            f"a call may hold at most {max_sequences} sequences, got {prompts} prompts with n {samples}"
+        )
+
+
+def _inputs(body: GenerateBody) -> tuple[Sequence[Any], bool]:
+    """Texts or lists of ids (not looked into), one for each prompt, and whether the client sent a batch."""
     if body.text is not None:
-        texts = [body.text] if isinstance(body.text, str) else body.text
-        if not texts:
+        if not body.text and isinstance(body.text, list):
             raise RequestError("text must not be an empty list")
-        return [(text, []) for text in texts], not isinstance(body.text, str)
+        return ([body.text], False) if isinstance(body.text, str) else (body.text, True)
     if body.input_ids is None:
         raise RequestError("text or input_ids must be given")
     if not body.input_ids:
         raise RequestError("input_ids must not be empty")
-    batch = isinstance(body.input_ids[0], list)
-    lists: Sequence[Any] = body.input_ids if batch else [body.input_ids]
-    for ids in lists:
-        if not isinstance(ids, list) or any(isinstance(token_id, list) for token_id in ids):
-            raise RequestError("input_ids must be a list of ids or a list of such lists")
-        # Only as long a list as could be served is looked at one by one.
-        if len(ids) < limits.served_length:
-            check_ids("input_ids", ids, limits.vocab_size)
-    return [(None, ids) for ids in lists], batch
+    if isinstance(body.input_ids[0], list):
+        return body.input_ids, True
+    return [body.input_ids], False
 
 
 def _samplings(body: GenerateBody, size: int, batch: bool, limits: Limits) -> list[SamplingParams]:

@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from ouro_sgl.frontend.manager import TokenizerManager
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+# Seconds that the reason of a child's death may take to arrive over the socket.
+REASON_SECONDS = 1.0
 # Seconds that answers, errors included, get to reach their clients at the end.
 FLUSH_SECONDS = 2
 
@@ -62,8 +65,8 @@ async def serve(args: ServerArgs, ipc_dir: Path, children: Callable[[], str | No
     Raises:
         ConfigError: the port, the tokenizer or the exit trace file cannot be used.
     """
-    listener = _listen(args.host, args.port)
     manager = TokenizerManager(args, ipc_dir)
+    listener = _listen(args.host, args.port)
     manager.start()
     app = Application(manager, args.api_key, args.max_body_bytes)
     server = _Server(
@@ -113,6 +116,10 @@ async def _supervise(
     while not stop.is_set() and manager.failure is None and not serving.done():
         death = children()
         if death is not None:
+            # The scheduler may know more than an exit code: its word goes first.
+            deadline = time.monotonic() + REASON_SECONDS
+            while manager.failure is None and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
             manager.fail(death)
         elif manager.ready.is_set() and not announced:
             announced = True

@@ -45,15 +45,15 @@ class OuroModel:
         self, config: OuroConfig, weights: dict[str, torch.Tensor], max_position: int | None = None
     ) -> None:
         self.config = config
-        self._embedding = weights["model.embed_tokens.weight"]
-        self._layers = [self._layer(weights, index) for index in range(config.num_layers)]
-        self._norm = weights["model.norm.weight"]
-        self._gate_weight = weights["model.early_exit_gate.weight"][0].float()
-        self._gate_bias = weights["model.early_exit_gate.bias"][0].float()
-        self._lm_head = weights["lm_head.weight"]
-        self.dtype = self._embedding.dtype
-        self.device = self._embedding.device
-        self._cos, self._sin = rope_table(
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.layers = [self._layer(weights, index) for index in range(config.num_layers)]
+        self.final_norm = weights["model.norm.weight"]
+        self.gate_weight = weights["model.early_exit_gate.weight"][0].float()
+        self.gate_bias = weights["model.early_exit_gate.bias"][0].float()
+        self.lm_head = weights["lm_head.weight"]
+        self.dtype = self.embedding.dtype
+        self.device = self.embedding.device
+        self.cos, self.sin = rope_table(
             max_position or config.max_position, config.head_dim, config.rope_theta, self.dtype, self.device
         )
 
@@ -75,14 +75,14 @@ class OuroModel:
 
     def prelude(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embedding: token_ids [M] int64 -> hidden [M, H], the state h_0."""
-        return self._embedding[token_ids]
+        return self.embedding[token_ids]
 
     def core(self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """One round: h_{t-1} [M, H] at positions [M] int64 -> h_t [M, H], the final norm included."""
         config, eps = self.config, self.config.rms_norm_eps
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        cos, sin = self._cos[positions], self._sin[positions]
-        for index, layer in enumerate(self._layers):
+        cos, sin = self.cos[positions], self.sin[positions]
+        for index, layer in enumerate(self.layers):
             qkv = linear(rms_norm(hidden, layer.input_norm, eps), layer.qkv)
             qkv = qkv.view(-1, heads + 2 * kv_heads, config.head_dim)
             query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
@@ -92,12 +92,12 @@ class OuroModel:
             gated, up = linear(rms_norm(hidden, layer.mlp_input_norm, eps), layer.gate_up).chunk(2, dim=-1)
             mixed = linear(silu(gated) * up, layer.down)
             hidden = hidden + rms_norm(mixed, layer.mlp_norm, eps)
-        return rms_norm(hidden, self._norm, eps)
+        return rms_norm(hidden, self.final_norm, eps)
 
     def hazard(self, hidden: torch.Tensor) -> torch.Tensor:
         """The exit gate's lambda for h_t [M, H]: [M] fp32."""
-        return gate(hidden, self._gate_weight, self._gate_bias)
+        return gate(hidden, self.gate_weight, self.gate_bias)
 
     def coda(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the exit state: hidden [M, H] -> [M, V] fp32."""
-        return linear(hidden, self._lm_head).float()
+        return linear(hidden, self.lm_head).float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 from ouro_sgl.messages import Chunk, ExitMode
@@ -28,7 +30,16 @@ class Executor(Protocol):
     def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> Pending[RoundBlock]:
         """One round; at most ``running`` rows can be live. ``wishes`` by row."""
 
-    def launch_chunk(self, chunk: Chunk, prompts: dict[int, Prompt]) -> Pending[ChunkResult]: ...
+    def launch_chunk(
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
+    ) -> Pending[ChunkResult]:
+        """``between_layers`` must be called often enough while launching takes host time."""
+
+    def decoding(self) -> AbstractContextManager[object]:
+        """Where row state and the table columns of running rows are written."""
+
+    def prefilling(self) -> AbstractContextManager[object]:
+        """Where the table columns of PREFILL rows are written."""
 
 
 class Computed(Generic[R]):
@@ -63,5 +74,13 @@ class TorchExecutor:
     def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> Computed[RoundBlock]:
         return Computed(self._runner.run(wishes))
 
-    def launch_chunk(self, chunk: Chunk, prompts: dict[int, Prompt]) -> Computed[ChunkResult]:
+    def decoding(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def prefilling(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def launch_chunk(
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
+    ) -> Computed[ChunkResult]:
         return Computed(run_chunk(chunk, prompts, self._model, self._rows, self._attention))

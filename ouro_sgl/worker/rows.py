@@ -143,7 +143,7 @@ class Rows:
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def admit(self, admit: Admit) -> None:
-        """Give a row to a request: everything that is resident about it, and its cached prefix."""
+        """Give a row to a request: everything that is resident about it but its slots."""
         row, params, length = admit.row, admit.params, len(admit.input_ids)
         penalised = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         penalised = penalised or params.repetition_penalty != 1.0
@@ -191,13 +191,11 @@ class Rows:
         self.is_end[row] = False
         if params.end_ids:
             self.is_end[row].index_fill_(0, self.upload(params.end_ids, torch.int64), 1)
-        if admit.cached_len:
-            slots = self.upload(admit.cached_slots, torch.int32)
-            self.slot_table[:, row, : admit.cached_len] = slots.view(self.total_loops, admit.cached_len)
 
-    def set_prompt_slots(self, row: int, start: int, slots: torch.Tensor) -> None:
-        """Slots [T, n] int32 of the prompt positions ``start ..``."""
-        self.slot_table[:, row, start : start + slots.shape[1]] = slots
+    def set_prompt_slots(self, row: int, start: int, slots: Sequence[int]) -> None:
+        """Slots of the prompt positions ``start ..``, depth-major [T * n]."""
+        columns = self.upload(slots, torch.int32).view(self.total_loops, -1)
+        self.slot_table[:, row, start : start + columns.shape[1]] = columns
 
     def grant(self, grants: Sequence[Grant]) -> None:
         """Slots for coming positions; entries deeper than a position's width repeat its last slot."""

@@ -1,7 +1,6 @@
 """The worker without its sockets: applies plans, launches chunks and rounds, reads what retired.
 
-``apply`` and ``step`` never wait for anything. Launched work stands in one queue in launch order
-until it is read; at most ``rounds_in_flight`` rounds are launched and not yet read (1 is
+``apply`` and ``step`` never wait for anything. Launched work stands in queues until it is read; at most ``rounds_in_flight`` rounds are launched and not yet read (1 is
 synchronous). On the CPU a launch computes at once, and only its reading is late: the order of
 effects is the same as on a device that runs behind the host.
 """
@@ -9,6 +8,7 @@ effects is the same as on a device that runs behind the host.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,28 +35,34 @@ class WorkerSettings:
 
 
 @dataclass(frozen=True)
-class InFlight:
-    """Launched work that was not yet read; ``applied_plan`` is the newest plan applied before it."""
+class LaunchedRound:
+    """A round that was not yet read."""
 
-    work: Pending[ChunkResult] | Pending[RoundBlock]
-    is_round: bool
-    applied_plan: int
+    work: Pending[RoundBlock]
+    applied_plan: int  # the newest plan applied before it
     wakes: int  # how many plans and activations came before it
 
 
 class Worker:
-    """One model, its slots and its rows."""
+    """One model, its slots and its rows.
+
+    ``between_layers`` is called while a chunk's launches take host time; the process sets it to its
+    own turn, so that rounds go on, events leave and plans are applied meanwhile.
+    """
 
     def __init__(self, rows: Rows, pool: KVPool, executor: Executor, settings: WorkerSettings) -> None:
         self.rows = rows
+        self.between_layers: Callable[[], None] = lambda: None
         self._pool = pool
         self._executor = executor
         self._settings = settings
         self._prompts: dict[int, Prompt] = {}  # rows in prefill or running
         self._wishes: dict[int, LogprobWish] = {}  # rows that want log-probabilities of output tokens
         self._chunks: deque[Chunk] = deque()
-        self._in_flight: deque[InFlight] = deque()
-        self._rounds_in_flight = 0
+        self._launching_chunk = False
+        # Rounds and chunks each retire in launch order; with two streams not in a common one.
+        self._launched_chunks: deque[Pending[ChunkResult]] = deque()
+        self._launched_rounds: deque[LaunchedRound] = deque()
         self._running: set[int] = set()  # activated, end not yet seen
         # A round that found nothing to do stops the launching until the next wake: a plan or an
         # activation that came after that round was launched.
@@ -73,7 +79,8 @@ class Worker:
         """Nothing to launch and nothing to read: only a plan can change that."""
         return (
             not self._chunks
-            and not self._in_flight
+            and not self._launched_chunks
+            and not self._launched_rounds
             and not (self._running and self._runnable)
             and self._reported_plan == self._applied_plan
         )
@@ -87,6 +94,17 @@ class Worker:
         """
         if plan.plan_id != self._applied_plan + 1:
             raise ValueError(f"plan {plan.plan_id} follows plan {self._applied_plan}")
+        with self._executor.decoding():
+            self._apply_rows(plan)
+        with self._executor.prefilling():
+            for chunk in plan.chunks:
+                for segment in chunk.segments:
+                    self._place(segment)
+        self._chunks.extend(plan.chunks)
+        self._applied_plan = plan.plan_id
+        self._wake()
+
+    def _apply_rows(self, plan: StepPlan) -> None:
         for release in plan.releases:
             prompt = self._prompts.get(release.row)
             if prompt is not None and prompt.epoch == release.epoch:
@@ -101,12 +119,6 @@ class Worker:
         for mask in plan.masks:
             if self._has(mask.row, mask.epoch):
                 self.rows.set_mask(mask)
-        for chunk in plan.chunks:
-            for segment in chunk.segments:
-                self._place(segment)
-        self._chunks.extend(plan.chunks)
-        self._applied_plan = plan.plan_id
-        self._wake()
 
     def _wake(self) -> None:
         self._wakes += 1
@@ -122,10 +134,14 @@ class Worker:
         self._forget(admit.row)
         self.rows.admit(admit)
         wish = LogprobWish(params.top_logprobs_num, tuple(params.token_ids_logprob))
+        with self._executor.prefilling():
+            token_ids = self.rows.upload(admit.input_ids, torch.int64)
+            if admit.cached_len:
+                self.rows.set_prompt_slots(admit.row, 0, admit.cached_slots)
         self._prompts[admit.row] = Prompt(
             admit.row,
             admit.epoch,
-            self.rows.upload(admit.input_ids, torch.int64),
+            token_ids,
             params.max_new_tokens,
             admit.prompt_logprob_start,
             wish,
@@ -137,8 +153,7 @@ class Worker:
         if not self._has(segment.row, segment.epoch):
             return
         self._pool.handed_out(segment.slots)
-        slots = self.rows.upload(segment.slots, torch.int32)
-        self.rows.set_prompt_slots(segment.row, segment.start, slots.view(self.rows.total_loops, -1))
+        self.rows.set_prompt_slots(segment.row, segment.start, segment.slots)
 
     def _forget(self, row: int) -> None:
         self._prompts.pop(row, None)
@@ -149,55 +164,64 @@ class Worker:
     def step(self) -> RoundEvents | None:
         """Launch what may be launched, read at most one result; None if nothing is to report."""
         self._launch()
-        if self._in_flight and not self._may_launch_round():
-            if not self._in_flight[0].work.done():
-                return None
-            return self._read(self._in_flight.popleft())
-        if not self._in_flight and self._reported_plan < self._applied_plan:
-            return self._events(self._applied_plan)
+        if self._launched_chunks and self._launched_chunks[0].done():
+            return self._read_chunk(self._launched_chunks.popleft().result())
+        if self._launched_rounds and not self._may_launch_round():
+            if self._launched_rounds[0].work.done():
+                return self._read_round(self._launched_rounds.popleft())
+            return None
+        if not self._launched_rounds and self._reported_plan < self._applied_plan:
+            return self._events()
         return None
 
     def _launch(self) -> None:
         decodes = self._may_launch_round()
         limit = self._settings.max_prefill_batches_before_decode
-        if self._chunks and (not decodes or self._chunks_since_round < limit):
+        may_prefill = self._chunks and not self._launching_chunk
+        if may_prefill and (not decodes or self._chunks_since_round < limit):
             self._chunks_since_round += 1
-            self._put(self._launch_chunk(self._chunks.popleft()), is_round=False)
+            self._launch_chunk(self._chunks.popleft())
         elif decodes:
             self._chunks_since_round = 0
-            self._put(self._executor.launch_round(len(self._running), self._wishes), is_round=True)
+            work = self._executor.launch_round(len(self._running), self._wishes)
+            self._launched_rounds.append(LaunchedRound(work, self._applied_plan, self._wakes))
 
     def _may_launch_round(self) -> bool:
-        room = self._rounds_in_flight < self._settings.rounds_in_flight
+        room = len(self._launched_rounds) < self._settings.rounds_in_flight
         return room and self._runnable and bool(self._running)
 
-    def _launch_chunk(self, chunk: Chunk) -> Pending[ChunkResult]:
+    def _launch_chunk(self, chunk: Chunk) -> None:
         """Segments of rows that were released meanwhile are left out; their slots are not in use yet."""
         segments = [segment for segment in chunk.segments if self._has(segment.row, segment.epoch)]
         if not segments:
-            return Computed(ChunkResult(chunk.chunk_id))
-        return self._executor.launch_chunk(Chunk(chunk.chunk_id, segments), self._prompts)
+            self._launched_chunks.append(Computed(ChunkResult(chunk.chunk_id)))
+            return
+        self._launching_chunk = True
+        try:
+            work = self._executor.launch_chunk(
+                Chunk(chunk.chunk_id, segments), self._prompts, self.between_layers
+            )
+        finally:
+            self._launching_chunk = False
+        self._launched_chunks.append(work)
 
-    def _put(self, work: Pending[ChunkResult] | Pending[RoundBlock], *, is_round: bool) -> None:
-        self._rounds_in_flight += is_round
-        self._in_flight.append(InFlight(work, is_round, self._applied_plan, self._wakes))
-
-    def _read(self, entry: InFlight) -> RoundEvents:
-        self._rounds_in_flight -= entry.is_round
-        result = entry.work.result()
-        if isinstance(result, ChunkResult):
-            self._retired_chunk = result.chunk_id
+    def _read_chunk(self, result: ChunkResult) -> RoundEvents:
+        self._retired_chunk = result.chunk_id
+        with self._executor.decoding():
             self._activate(result)
-            events = self._events(entry.applied_plan)
-            events.chunk_logprobs = result.logprobs
-            return events
+        events = self._events()
+        events.chunk_logprobs = result.logprobs
+        return events
+
+    def _read_round(self, launched: LaunchedRound) -> RoundEvents:
+        result = launched.work.result()
         self._retired_round += 1
-        if result.idle and entry.wakes == self._wakes:
+        if result.idle and launched.wakes == self._wakes:
             self._runnable = False
         for row, epoch, reason in zip(result.rows, result.epochs, result.reasons, strict=True):
             if reason and self._has(row, epoch):
                 self._forget(row)
-        events = self._events(entry.applied_plan)
+        events = self._events(launched.applied_plan)
         events.rows, events.epochs, events.positions = result.rows, result.epochs, result.positions
         events.token_ids, events.exit_depths = result.token_ids, result.exit_depths
         events.reasons, events.logprobs, events.tops = result.reasons, result.logprobs, result.tops
@@ -219,8 +243,9 @@ class Worker:
             self._running.add(row)
             self._wake()
 
-    def _events(self, applied_plan: int) -> RoundEvents:
-        if not self._in_flight:
-            applied_plan = self._applied_plan  # nothing launched is left to wait for
-        self._reported_plan = applied_plan
-        return RoundEvents(applied_plan, self._retired_round, self._retired_chunk)
+    def _events(self, applied_plan: int = 0) -> RoundEvents:
+        """``applied_plan``: that of a round which has just retired."""
+        if not self._launched_rounds:
+            applied_plan = self._applied_plan  # no launched round is left to wait for
+        self._reported_plan = max(self._reported_plan, applied_plan)
+        return RoundEvents(self._reported_plan, self._retired_round, self._retired_chunk)

@@ -228,3 +228,41 @@ def rope_write_twin(
     query, key, value = whole.split((heads, kv_heads, kv_heads), dim=1)
     angles = cos[positions], sin[positions]
     return rope(query, *angles), rope(key, *angles), value
+
+
+@triton.jit
+def _rms_kernel(x_ptr, weight_ptr, out_ptr, eps, H: tl.constexpr, BH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    kind = out_ptr.dtype.element_ty
+    d = tl.arange(0, BH)
+    keep = d < H
+    x = tl.load(x_ptr + row * H + d, mask=keep, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + d, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * H + d, _rms(x, weight, H, eps, kind).to(kind), mask=keep)
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
+    """out = RMSNorm of each row of x [M, H]; twin: ``ouro_kernels.norm.rms_norm``."""
+    width = x.shape[1]
+    _rms_kernel[(x.shape[0],)](x, weight, out, eps, H=width, BH=triton.next_power_of_2(width), num_warps=8)
+
+
+@triton.jit
+def _silu_multiply_kernel(x_ptr, out_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep = f < F
+    kind = out_ptr.dtype.element_ty
+    gate = tl.load(x_ptr + row * 2 * F + f, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * F + F + f, mask=keep, other=0.0).to(tl.float32)
+    y = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
+    tl.store(out_ptr + row * F + f, y.to(kind), mask=keep)
+
+
+def silu_and_multiply(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of each row of x [M, 2 F] (gate, then up): [M, F]."""
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(rows, width)
+    block = min(2048, triton.next_power_of_2(width))
+    _silu_multiply_kernel[(rows, triton.cdiv(width, block))](x, out, F=width, BLOCK=block, num_warps=8)
+    return out

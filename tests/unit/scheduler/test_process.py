@@ -60,9 +60,6 @@ class WorkerThread(threading.Thread):
             self.loop()
         except BaseException as error:
             self.error = error
-        finally:
-            self.plans.close()
-            self.events.close()
 
     def loop(self) -> None:
         worker = self.worker
@@ -155,8 +152,9 @@ class Client:
         self.worker.stopping.set()
         if self.worker.ident is not None:
             self.worker.join(10)
-        self.send.close()
-        self.receive.close()
+        for end in (self.send, self.receive, self.worker.plans, self.worker.events):
+            end.close()
+        self.context.term()
         return errors
 
 
@@ -253,8 +251,6 @@ def test_a_worker_that_cannot_start_is_reported(tmp_path: Path) -> None:
     message = client.next()
     assert isinstance(message, SchedulerFailed) and message.message == "no weights"
     assert client.process.wait(10) == 1
-    client.worker.plans.close()
-    client.worker.events.close()
     client.close()
 
 

@@ -191,7 +191,7 @@ def test_no_more_rounds_are_launched_than_allowed(model: Model, in_flight: int) 
     deepest = 0
     for _ in range(200):
         worker.step()
-        deepest = max(deepest, len(worker._in_flight))
+        deepest = max(deepest, len(worker._launched_rounds))
         if worker.idle:
             break
     assert worker.idle

@@ -1,0 +1,93 @@
+"""The CUDA side of the worker: two streams, graphs for rounds, memory sizing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from ouro_sgl.messages import Chunk, ExitMode
+from ouro_sgl.models.ouro import OuroModel
+from ouro_sgl.worker.cuda_prefill import CudaPrefill, PendingChunk
+from ouro_sgl.worker.cuda_round import CudaRounds, PendingRound
+from ouro_sgl.worker.kv_pool import KVPool
+from ouro_sgl.worker.prefill import Prompt
+from ouro_sgl.worker.round import Head
+from ouro_sgl.worker.rows import Rows
+from ouro_sgl.worker.sampler import LogprobWish
+
+FINE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+
+
+def row_buckets(max_rows: int, *, power_of_two: bool) -> list[int]:
+    """Row counts that rounds are padded to, up to ``max_rows``."""
+    if power_of_two:
+        buckets = [1 << bit for bit in range(max_rows.bit_length())]
+    else:
+        buckets = [size for size in FINE_BUCKETS if size <= max_rows]
+        buckets += range(FINE_BUCKETS[-1] + 64, max_rows + 1, 64)
+    if buckets[-1] < max_rows:
+        buckets.append(max_rows)
+    return buckets
+
+
+class CudaExecutor:
+    """Rounds on the decode stream (high priority), chunks beside them on the prefill stream.
+
+    With ``single_stream`` both share one. Row state and the table columns of running rows are
+    written on the decode stream alone, those of PREFILL rows on the prefill stream alone; a prompt's
+    last hidden state crosses over only after the host has seen its chunk's event.
+    """
+
+    def __init__(
+        self,
+        model: OuroModel,
+        rows: Rows,
+        pool: KVPool,
+        heads: dict[ExitMode, Head],
+        *,
+        min_coda_batch_size: int,
+        max_chunk: int,
+        blocks: int,
+        graphs: bool = True,
+        single_stream: bool = False,
+        power_of_two: bool = False,
+    ) -> None:
+        self.decode_stream = torch.cuda.Stream(model.device, priority=-1)
+        self.prefill_stream = self.decode_stream if single_stream else torch.cuda.Stream(model.device)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.prefill_stream):
+            self._prefill = CudaPrefill(model, rows, pool, max_chunk)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.decode_stream):
+            self._rounds = CudaRounds(
+                model,
+                rows,
+                pool,
+                heads,
+                min_coda_batch_size,
+                row_buckets(rows.max_rows, power_of_two=power_of_two),
+                blocks,
+                graphs=graphs,
+            )
+        torch.cuda.synchronize()
+
+    def decoding(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.decode_stream)
+
+    def prefilling(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.prefill_stream)
+
+    def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> PendingRound:
+        with self.decoding():
+            return self._rounds.launch(running, wishes)
+
+    def launch_chunk(
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
+    ) -> PendingChunk:
+        with self.prefilling():
+            pending = self._prefill.launch(chunk, prompts, between_layers)
+        for hidden in pending.final_hidden():
+            hidden.record_stream(self.decode_stream)  # read there at activation
+        return pending

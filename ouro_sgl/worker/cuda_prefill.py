@@ -1,0 +1,217 @@
+"""Prefill chunks on a CUDA device: cuBLAS products at fixed row counts, own kernels between them.
+
+Exactness: cuBLAS may sum in another order at another number of rows, so a chunk is padded to one of
+a few row counts, and at start-up each count must give the bits of the largest one for every weight
+shape (``check_row_counts``); a count that does not is not used for that weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from ouro_kernels.sampling import log_softmax
+from ouro_kernels.triton_ops import norm
+from ouro_kernels.triton_ops.prefill import PrefillBlocks, prefill_attention
+
+from ouro_sgl.messages import Chunk, ChunkLogprobs, Segment
+from ouro_sgl.models.ouro import OuroModel
+from ouro_sgl.worker.kv_pool import KVPool
+from ouro_sgl.worker.prefill import ChunkResult, Prompt
+from ouro_sgl.worker.rows import Rows
+from ouro_sgl.worker.sampler import LogprobWish, top_logprobs
+
+ROW_COUNTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+LOGPROB_ROWS = 256  # prompt positions whose logits are made at once
+
+
+def check_row_counts(weight: torch.Tensor, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of ``counts`` (ascending) at which ``x @ weight.T`` has the bits of the largest count."""
+    generator = torch.Generator(device=weight.device).manual_seed(0)
+    largest = counts[-1]
+    x = torch.randn(largest, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+    whole = torch.nn.functional.linear(x, weight)
+    good = []
+    for count in counts[:-1]:
+        part = torch.nn.functional.linear(x[:count], weight)
+        if torch.equal(part, whole[:count]):
+            good.append(count)
+    return (*good, largest)
+
+
+class PendingChunk:
+    """A launched chunk; host values are made when it is read."""
+
+    def __init__(self, result: ChunkResult, event: torch.cuda.Event | None, logprobs: list[PendingLogprobs]):
+        self._result, self._event, self._logprobs = result, event, logprobs
+
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def final_hidden(self) -> list[torch.Tensor]:
+        return list(self._result.final_hidden.values())
+
+    def result(self) -> ChunkResult:
+        if self._event is not None:
+            self._event.synchronize()
+        self._result.logprobs = [pending.read() for pending in self._logprobs]
+        return self._result
+
+
+class PendingLogprobs:
+    """Prompt log-probabilities of one segment, on their way to the host."""
+
+    def __init__(self, piece: Segment, first: int, chosen: torch.Tensor, rows: torch.Tensor | None, wish: LogprobWish):
+        self._piece, self._first, self._chosen, self._rows, self._wish = piece, first, chosen, rows, wish
+
+    def read(self) -> ChunkLogprobs:
+        tops = []
+        if self._rows is not None:
+            tops = [top_logprobs(row, self._wish.top, self._wish.ids) for row in self._rows]
+        return ChunkLogprobs(self._piece.row, self._piece.epoch, self._first, self._chosen.tolist(), tops)
+
+
+class CudaPrefill:
+    """Runs chunks of up to ``max_tokens`` positions."""
+
+    def __init__(self, model: OuroModel, rows: Rows, pool: KVPool, max_tokens: int) -> None:
+        self._model, self._rows, self._pool = model, rows, pool
+        config = model.config
+        largest = next((count for count in ROW_COUNTS if count >= max_tokens), -(-max_tokens // 128) * 128)
+        counts = (*(count for count in ROW_COUNTS if count < largest), largest)
+        layer = model.layers[0]
+        self._counts = {
+            name: check_row_counts(weight, counts)
+            for name, weight in (
+                ("qkv", layer.qkv),
+                ("out", layer.attention_out),
+                ("gate_up", layer.gate_up),
+                ("down", layer.down),
+                ("lm_head", model.lm_head),
+            )
+        }
+        narrow = model.dtype == torch.float32
+        self._block_q, self._block_k = (64, 32) if narrow else (128, 64)
+        self._stages = 2 if narrow or config.head_dim > 128 else 3
+
+    def _linear(self, name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [M, K] at the smallest good row count: [M, N]."""
+        rows = x.shape[0]
+        count = next(count for count in self._counts[name] if count >= rows)
+        if count == rows:
+            return torch.nn.functional.linear(x, weight)
+        padded = x.new_zeros(count, x.shape[1])
+        padded[:rows] = x
+        return torch.nn.functional.linear(padded, weight)[:rows]
+
+    def launch(
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
+    ) -> PendingChunk:
+        """All T loops of the chunk on the current stream.
+
+        ``between_layers`` is called after each layer's launches: they take 10 to 20 ms of host time
+        in all, more than the decode rounds that are queued.
+        """
+        model, rows = self._model, self._rows
+        pieces = [(segment, prompts[segment.row]) for segment in chunk.segments]
+        token_ids = torch.cat([prompt.token_ids[piece.start : piece.end] for piece, prompt in pieces])
+        positions = rows.upload(
+            [position for piece, _ in pieces for position in range(piece.start, piece.end)], torch.int64
+        )
+        # the flat slot-table index of every packed position at depth 0
+        width = rows.slot_table.shape[2]
+        places = rows.upload(
+            [piece.row * width + p for piece, _ in pieces for p in range(piece.start, piece.end)], torch.int64
+        )
+        plan = PrefillBlocks([(piece.row, piece.start, piece.end) for piece, _ in pieces], self._block_q)
+        blocks = rows.upload([value for column in plan.columns for value in column], torch.int32).view(5, -1)
+        count = rows.upload([len(token_ids)], torch.int32)
+        hidden = model.prelude(token_ids)
+        for depth in range(rows.total_loops):
+            slots = rows.slot_table[depth].view(-1)[places]
+            hidden = self._round(
+                hidden, positions, slots, blocks, depth * rows.max_rows, count, between_layers
+            )
+
+        result = ChunkResult(chunk.chunk_id)
+        logprobs = []
+        sizes = [piece.end - piece.start for piece, _ in pieces]
+        for (piece, prompt), states in zip(pieces, hidden.split(sizes), strict=True):
+            if piece.end == len(prompt.token_ids):
+                result.final_hidden[piece.row] = states[-1]
+            logprobs.extend(self._prompt_logprobs(piece, prompt, states))
+        event = None
+        if model.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        return PendingChunk(result, event, logprobs)
+
+    def _round(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        blocks: torch.Tensor,
+        depth_offset: int,
+        count: torch.Tensor,
+        between_layers: Callable[[], None],
+    ) -> torch.Tensor:
+        model, config, rows = self._model, self._model.config, self._rows
+        eps = config.rms_norm_eps
+        table = rows.slot_table.view(-1, rows.slot_table.shape[2])
+        tokens = hidden.shape[0]
+        x = torch.empty_like(hidden)
+        residual = hidden.clone()
+        query = hidden.new_empty(tokens, config.num_heads, config.head_dim)
+        mixed = torch.empty_like(query)
+        layers = model.layers
+        norm.rms(hidden, layers[0].input_norm, x, eps)
+        for index, layer in enumerate(layers):
+            keys, values = self._pool.keys[index], self._pool.values[index]
+            qkv = self._linear("qkv", x, layer.qkv).unsqueeze(0)
+            norm.rope_write(qkv, query, keys, values, slots, positions, count, model.cos, model.sin)
+            prefill_attention(
+                query,
+                keys,
+                values,
+                table,
+                blocks,
+                depth_offset,
+                mixed,
+                config.head_dim**-0.5,
+                self._block_q,
+                self._block_k,
+                stages=self._stages,
+            )
+            out = self._linear("out", mixed.view(tokens, -1), layer.attention_out).unsqueeze(0)
+            norm.sandwich(out, residual, layer.attention_norm, layer.mlp_input_norm, x, eps)
+            inner = norm.silu_and_multiply(self._linear("gate_up", x, layer.gate_up))
+            down = self._linear("down", inner, layer.down).unsqueeze(0)
+            following = layers[index + 1].input_norm if index + 1 < len(layers) else model.final_norm
+            norm.sandwich(down, residual, layer.mlp_norm, following, x, eps)
+            between_layers()
+        return x
+
+    def _prompt_logprobs(self, piece: Segment, prompt: Prompt, states: torch.Tensor) -> list[PendingLogprobs]:
+        """Values of the prompt tokens that this segment's states predict, a block of rows at a time."""
+        if prompt.logprob_start is None:
+            return []
+        wish = prompt.logprob_wish
+        first = max(prompt.logprob_start, piece.start + 1)
+        last = min(piece.end, len(prompt.token_ids) - 1)
+        pending = []
+        for begin in range(first, last + 1, LOGPROB_ROWS):
+            end = min(begin + LOGPROB_ROWS, last + 1)
+            logits = self._linear("lm_head", states[begin - 1 - piece.start : end - 1 - piece.start], self._model.lm_head)
+            values = log_softmax(logits.float())
+            chosen = values.gather(1, prompt.token_ids[begin:end].unsqueeze(1)).squeeze(1)
+            asked = wish.top or wish.ids
+            pending.append(
+                PendingLogprobs(piece, begin, _to_host(chosen), _to_host(values) if asked else None, wish)
+            )
+        return pending
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")
+    return host.copy_(x, non_blocking=True)

@@ -1,0 +1,496 @@
+"""Decode rounds on a CUDA device: one captured graph per row bucket, nothing waits for the host.
+
+A round is about nine kernels per layer and eight around them, all sized by the bucket and steered
+by counts that live on the device. Its last copy moves a fixed-size event block into pinned memory;
+the host reads it once the event recorded behind it has passed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import triton
+from ouro_kernels.triton_ops import attention, gemm, norm, sampling, state
+
+from ouro_sgl.messages import ExitMode, FinishReason, TopLogprobs
+from ouro_sgl.models.ouro import OuroModel
+from ouro_sgl.worker.kv_pool import KVPool
+from ouro_sgl.worker.round import Head, RoundBlock
+from ouro_sgl.worker.rows import Rows
+from ouro_sgl.worker.sampler import LogprobWish
+
+VOCABULARY_BLOCK = 1024
+SELECT_BLOCK = 4096
+EVENT_LINES = 8
+
+
+@dataclass(frozen=True)
+class Products:
+    """How one bucket runs its four products and lm_head; ``*_splits`` are the same in every bucket."""
+
+    block_m: int
+    qkv: gemm.GemmTile
+    out: gemm.GemmTile
+    gate_up: gemm.GemmTile
+    down: gemm.GemmTile
+    lm_head: gemm.GemmTile
+
+
+def block_k(span: int, wanted: int) -> int:
+    """The largest power of two up to ``wanted`` that divides ``span``.
+
+    Raises:
+        ValueError: not even 16 does.
+    """
+    size = wanted
+    while span % size:
+        size //= 2
+    if size < 16:
+        raise ValueError(f"an inner size of {span} is not a multiple of 16, which the CUDA kernels need")
+    return size
+
+
+def splits_for(inner: int, wanted: int) -> int:
+    """K splits of a weight: fixed by its shape, so that they are the same in every bucket."""
+    return wanted if inner % (wanted * 128) == 0 else 1
+
+
+def choose_products(model: OuroModel, bucket: int, splits: tuple[int, int]) -> Products:
+    """Tiles by bucket (measured on an H200, see bench/LOG.md); fp32 takes smaller ones to fit."""
+    config = model.config
+    hidden, inner = config.hidden_size, config.intermediate_size
+    attention_width = config.num_heads * config.head_dim
+    narrow = model.dtype == torch.float32
+    block_m = min(128, max(16, triton.next_power_of_2(bucket)))
+    if narrow:
+        block_m = min(block_m, 32)
+    out_splits, down_splits = splits
+    few = block_m <= 32
+
+    def tile(span: int, block_n: int, wanted: int, stages: int, *, swap: bool) -> gemm.GemmTile:
+        if narrow:
+            return gemm.GemmTile(min(block_n, 64), block_k(span, 32), 4, 2, swap=False)
+        return gemm.GemmTile(block_n, block_k(span, wanted), 4, stages, swap)
+
+    return Products(
+        block_m=block_m,
+        qkv=tile(hidden, 64, 128, 5 if few else 4, swap=few),
+        out=tile(attention_width // out_splits, 64, 128, 4, swap=few),
+        gate_up=tile(hidden, 64, 128 if few else 64, 4, swap=few),
+        down=tile(inner // down_splits, 64, 128, 4, swap=few),
+        lm_head=tile(hidden, 128 if not narrow else 64, 64, 4, swap=few),
+    )
+
+
+class PendingRound:
+    """A launched round; its pinned block belongs to it until ``result``."""
+
+    def __init__(
+        self,
+        block: torch.Tensor,
+        event: torch.cuda.Event | None,
+        wanted: frozenset[int],
+        tops: TopBlock | None,
+        pool: deque[torch.Tensor],
+    ) -> None:
+        self._block, self._event, self._wanted, self._tops, self._pool = block, event, wanted, tops, pool
+
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def result(self) -> RoundBlock:
+        if self._event is not None:
+            self._event.synchronize()
+        count, lanes = self._block[EVENT_LINES - 1, :2].tolist()
+        columns = self._block[:6, :count].tolist()
+        values = self._block[6, :count].to(torch.int32).view(torch.float32).tolist()
+        block = RoundBlock(lanes=lanes, exits=count)
+        block.rows, block.epochs, block.positions, block.token_ids, block.exit_depths = columns[:5]
+        block.reasons = [FinishReason(reason) for reason in columns[5]]
+        block.logprobs = {
+            index: value
+            for index, (row, value) in enumerate(zip(block.rows, values, strict=True))
+            if row in self._wanted
+        }
+        if self._tops is not None:
+            block.tops = self._tops.read(block.rows)
+        self._pool.append(self._block)
+        return block
+
+
+@dataclass
+class TopBlock:
+    """Top and by-id log-probabilities of one round, computed beside the graph for rows that ask."""
+
+    wishes: dict[int, LogprobWish]
+    values: torch.Tensor  # pinned [bucket, K] fp32
+    ids: torch.Tensor  # pinned [bucket, K] int64
+    by_id: torch.Tensor  # pinned [bucket, I] fp32: the I distinct ids that any wish names
+    columns: dict[int, int]  # id -> column of by_id
+
+    def read(self, rows: list[int]) -> dict[int, TopLogprobs]:
+        tops = {}
+        for index, row in enumerate(rows):
+            wish = self.wishes.get(row)
+            if wish is None or not (wish.top or wish.ids):
+                continue
+            tops[index] = TopLogprobs(
+                top_values=self.values[index, : wish.top].tolist(),
+                top_ids=self.ids[index, : wish.top].tolist(),
+                id_values=[float(self.by_id[index, self.columns[token]]) for token in wish.ids],
+            )
+        return tops
+
+
+class CudaRounds:
+    """Launches rounds over ``rows``. With ``graphs`` every bucket is captured at construction."""
+
+    def __init__(
+        self,
+        model: OuroModel,
+        rows: Rows,
+        pool: KVPool,
+        heads: dict[ExitMode, Head],
+        min_coda_batch_size: int,
+        buckets: list[int],
+        blocks: int,
+        *,
+        graphs: bool,
+    ) -> None:
+        config, device = model.config, model.device
+        self._model, self._rows, self._pool = model, rows, pool
+        self._min_coda = min_coda_batch_size
+        self._buckets = buckets
+        capacity = rows.max_rows
+        self._capacity = capacity
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        attention_width = config.num_heads * config.head_dim
+        # o and down split K, in every bucket alike: at few rows one split leaves SMs without work
+        self._splits = (splits_for(attention_width, 4), splits_for(config.intermediate_size, 2))
+
+        def empty(*shape: int, kind: torch.dtype = model.dtype) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=kind, device=device)
+
+        def ints(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=kind, device=device)
+
+        self._lanes, self._positions, self._slots = ints(capacity), ints(capacity), ints(capacity)
+        self._count, self._exit_count, self._exits = ints(1), ints(1), ints(capacity)
+        self._work = attention.WorkList(
+            capacity, rows.slot_table.shape[2], config.num_heads, config.head_dim, device
+        )
+        self._x, self._residual = empty(capacity, config.hidden_size), empty(capacity, config.hidden_size)
+        self._qkv = empty(1, capacity, width)
+        self._query = empty(capacity, config.num_heads, config.head_dim)
+        self._mixed = empty(capacity, config.num_heads, config.head_dim)
+        partial = max(self._splits) * capacity * config.hidden_size
+        self._partial = empty(partial, kind=torch.float32)
+        self._inner = empty(capacity, config.intermediate_size)
+        self._logits = empty(1, capacity, config.vocab_size, kind=torch.float32)
+        vocabulary_blocks = triton.cdiv(config.vocab_size, VOCABULARY_BLOCK)
+        self._vocabulary_blocks = vocabulary_blocks
+        self._block_best, self._block_sum, self._block_drawn = (
+            empty(capacity, vocabulary_blocks, kind=torch.float32) for _ in range(3)
+        )
+        self._block_best_id, self._block_drawn_id, self._block_bad = (
+            ints(capacity, vocabulary_blocks) for _ in range(3)
+        )
+        self._tokens, self._bad = ints(capacity), ints(capacity)
+        self._logprobs = empty(capacity, kind=torch.float32)
+        self._events = ints(EVENT_LINES, capacity, kind=torch.int64)
+        self._heads = torch.zeros(3, config.hidden_size, dtype=torch.float32, device=device)
+        self._head_bias = torch.zeros(3, dtype=torch.float32, device=device)
+        self._heads[0], self._head_bias[0] = model.gate_weight, model.gate_bias
+        for mode, place in ((ExitMode.RANDOM_LOOKAHEAD, 1), (ExitMode.LOOKAHEAD, 2)):
+            if mode in heads:
+                self._heads[place], self._head_bias[place] = (tensor.to(device) for tensor in heads[mode])
+        pinned = device.type == "cuda"
+        self._blocks = deque(
+            torch.zeros(EVENT_LINES, capacity, dtype=torch.int64, pin_memory=pinned) for _ in range(blocks)
+        )
+        self._programs = self._attention_programs()
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        if graphs:
+            self._capture()
+
+    def _attention_programs(self) -> int:
+        if self._model.device.type != "cuda":
+            return 4
+        return 16 * torch.cuda.get_device_properties(self._model.device).multi_processor_count
+
+    def _capture(self) -> None:
+        """Largest bucket first, so that the graphs share one memory pool. No row is live: a dry run
+        of each bucket compiles its kernels and changes nothing."""
+        memory = None
+        for bucket in reversed(self._buckets):
+            self._launch(bucket)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=memory):
+                self._launch(bucket)
+            memory = memory or graph.pool()
+            self._graphs[bucket] = graph
+
+    def bucket_for(self, running: int) -> int:
+        """The smallest bucket that holds ``running`` rows."""
+        return next(bucket for bucket in self._buckets if bucket >= running)
+
+    def launch(self, running: int, wishes: dict[int, LogprobWish]) -> PendingRound:
+        """One round on the current stream. At most ``running`` rows may be live."""
+        bucket = self.bucket_for(running)
+        graph = self._graphs.get(bucket)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._launch(bucket)
+        tops = self._top_logprobs(bucket, wishes)
+        block = self._blocks.popleft()
+        block.copy_(self._events, non_blocking=True)
+        event = None
+        if self._model.device.type == "cuda":  # else Triton's interpreter: computed at the launch
+            event = torch.cuda.Event()
+            event.record()
+        return PendingRound(block, event, frozenset(wishes), tops, self._blocks)
+
+    def _launch(self, bucket: int) -> None:
+        rows, config = self._rows, self._model.config
+        table_stride = rows.slot_table.shape[2]
+        block_rows = triton.next_power_of_2(rows.max_rows)
+        block_hidden = triton.next_power_of_2(config.hidden_size)
+        state.begin_round_kernel[(1,)](
+            rows.state,
+            rows.position,
+            rows.depth,
+            rows.granted_until,
+            rows.slot_table,
+            self._lanes,
+            self._positions,
+            self._slots,
+            self._count,
+            self._work.table_index,
+            self._work.length,
+            self._work.tile_start,
+            self._work.tile_lane,
+            self._work.tile_split,
+            self._work.num_tiles,
+            rows.max_rows,
+            table_stride,
+            BR=block_rows,
+            SHORT_LENGTH=attention.SHORT_LENGTH,
+            SHORT_SPLIT=attention.SHORT_SPLIT,
+            LONG_SPLIT=attention.LONG_SPLIT,
+        )
+        self._core(bucket)
+        state.finish_core_kernel[(bucket,)](
+            self._x,
+            self._lanes,
+            self._count,
+            self._slots,
+            rows.hidden,
+            self._heads,
+            self._head_bias,
+            rows.state,
+            rows.position,
+            rows.depth,
+            rows.survival,
+            rows.pending,
+            rows.coda_wait,
+            rows.exit_mode,
+            rows.min_loops,
+            rows.max_loops,
+            rows.exit_threshold,
+            rows.trace,
+            rows.slot_table,
+            rows.max_rows,
+            table_stride,
+            rows.trace.shape[1],
+            T=config.total_loops,
+            H=config.hidden_size,
+            BH=block_hidden,
+        )
+        state.begin_coda_kernel[(1,)](
+            rows.state,
+            rows.position,
+            rows.coda_wait,
+            rows.constrained,
+            rows.mask_position,
+            self._count,
+            self._exits,
+            self._exit_count,
+            rows.max_rows,
+            self._min_coda,
+            T=config.total_loops,
+            BR=block_rows,
+        )
+        self._coda(bucket)
+        state.advance_kernel[(bucket,)](
+            self._exits,
+            self._exit_count,
+            self._count,
+            self._tokens,
+            self._bad,
+            self._logprobs,
+            self._model.embedding,
+            rows.hidden,
+            rows.state,
+            rows.epoch,
+            rows.position,
+            rows.depth,
+            rows.survival,
+            rows.pending,
+            rows.last_position,
+            rows.is_end,
+            rows.output_counts,
+            self._events,
+            self._capacity,
+            config.vocab_size,
+            H=config.hidden_size,
+            BH=block_hidden,
+        )
+
+    def _core(self, bucket: int) -> None:
+        model, config, rows = self._model, self._model.config, self._rows
+        eps = config.rms_norm_eps
+        tiles = choose_products(model, bucket, self._splits)
+        x, residual = self._x[:bucket], self._residual[:bucket]
+        qkv, query, mixed = self._qkv[:, :bucket], self._query[:bucket], self._mixed[:bucket]
+        qkv = self._qkv.view(-1)[: bucket * self._qkv.shape[2]].view(1, bucket, -1)
+        inner = self._inner[:bucket]
+        out_splits, down_splits = self._splits
+        hidden = config.hidden_size
+        out = self._partial[: out_splits * bucket * hidden].view(out_splits, bucket, hidden)
+        down = self._partial[: down_splits * bucket * hidden].view(down_splits, bucket, hidden)
+        table = rows.slot_table.view(-1, rows.slot_table.shape[2])
+        layers = model.layers
+        norm.enter(rows.hidden, self._lanes, self._count, layers[0].input_norm, residual, x, eps)
+        for index, layer in enumerate(layers):
+            keys, values = self._pool.keys[index], self._pool.values[index]
+            gemm.linear(x, layer.qkv, qkv, tiles.qkv, tiles.block_m)
+            norm.rope_write(
+                qkv,
+                query,
+                keys,
+                values,
+                self._slots,
+                self._positions,
+                self._count,
+                model.cos,
+                model.sin,
+            )
+            attention.decode_attention(
+                query,
+                keys,
+                values,
+                table,
+                self._work,
+                self._count,
+                mixed,
+                config.head_dim**-0.5,
+                self._programs,
+            )
+            flat = mixed.view(bucket, -1)
+            gemm.linear(flat, layer.attention_out, out, tiles.out, tiles.block_m, out_splits)
+            norm.sandwich(out, residual, layer.attention_norm, layer.mlp_input_norm, x, eps)
+            gemm.gate_up(x, layer.gate_up, inner, tiles.gate_up, tiles.block_m)
+            gemm.linear(inner, layer.down, down, tiles.down, tiles.block_m, down_splits)
+            following = layers[index + 1].input_norm if index + 1 < len(layers) else model.final_norm
+            norm.sandwich(down, residual, layer.mlp_norm, following, x, eps)
+
+    def _coda(self, bucket: int) -> None:
+        model, rows = self._model, self._rows
+        vocab = model.config.vocab_size
+        tiles = choose_products(model, bucket, self._splits)
+        logits = self._logits.view(-1)[: bucket * vocab].view(1, bucket, vocab)
+        gemm.linear(
+            rows.hidden,
+            model.lm_head,
+            logits,
+            tiles.lm_head,
+            tiles.block_m,
+            index=self._exits,
+            count=self._exit_count,
+        )
+        blocks = self._vocabulary_blocks
+        sampling.process_kernel[(bucket, blocks)](
+            logits,
+            self._exits,
+            self._exit_count,
+            rows.position,
+            rows.prompt_length,
+            rows.temperature,
+            rows.seed,
+            rows.min_new_tokens,
+            rows.penalised,
+            rows.frequency,
+            rows.presence,
+            rows.repetition,
+            rows.output_counts,
+            rows.prompt_seen,
+            rows.constrained,
+            rows.mask,
+            rows.biased,
+            rows.bias,
+            rows.is_end,
+            self._block_best,
+            self._block_best_id,
+            self._block_sum,
+            self._block_drawn,
+            self._block_drawn_id,
+            self._block_bad,
+            vocab,
+            blocks,
+            BV=VOCABULARY_BLOCK,
+        )
+        sampling.select_kernel[(bucket,)](
+            logits,
+            self._exits,
+            self._exit_count,
+            rows.position,
+            rows.prompt_length,
+            rows.temperature,
+            rows.seed,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            self._block_best,
+            self._block_best_id,
+            self._block_sum,
+            self._block_drawn,
+            self._block_drawn_id,
+            self._block_bad,
+            self._tokens,
+            self._logprobs,
+            self._bad,
+            vocab,
+            blocks,
+            BLOCKS=triton.next_power_of_2(blocks),
+            BV=min(SELECT_BLOCK, triton.next_power_of_2(vocab)),
+            num_warps=8,
+        )
+
+    def _top_logprobs(self, bucket: int, wishes: dict[int, LogprobWish]) -> TopBlock | None:
+        """Beside the graph, only when a running row asks: one sort of the processed logits."""
+        asking = {row: wish for row, wish in wishes.items() if wish.top or wish.ids}
+        if not asking:
+            return None
+        vocab = self._model.config.vocab_size
+        values = torch.log_softmax(self._logits.view(-1)[: bucket * vocab].view(bucket, vocab), -1)
+        most = max(wish.top for wish in asking.values())
+        named = sorted({token for wish in asking.values() for token in wish.ids})
+        best, ids = torch.sort(values, dim=-1, descending=True, stable=True)
+        by_id = values[:, self._rows.upload(named, torch.int64)]
+        return TopBlock(
+            wishes=asking,
+            values=_to_pinned(best[:, :most]),
+            ids=_to_pinned(ids[:, :most]),
+            by_id=_to_pinned(by_id),
+            columns={token: column for column, token in enumerate(named)},
+        )
+
+
+def _to_pinned(x: torch.Tensor) -> torch.Tensor:
+    """An asynchronous copy; valid once the round's event has passed."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")
+    return host.copy_(x, non_blocking=True)

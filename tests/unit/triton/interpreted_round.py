@@ -1,0 +1,92 @@
+"""``interpreted_round.py <layout> <folder>``: see test_round_interpreted.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from ouro_sgl.messages import Chunk, ExitMode, RowParams
+from ouro_sgl.models.weights import random_lookahead_head
+from ouro_sgl.worker.cuda_prefill import CudaPrefill, PendingChunk
+from ouro_sgl.worker.cuda_round import CudaRounds, PendingRound
+from ouro_sgl.worker.kv_pool import KVPool
+from ouro_sgl.worker.prefill import Prompt
+from ouro_sgl.worker.rows import Rows
+from ouro_sgl.worker.sampler import LogprobWish
+from ouro_sgl.worker.worker import Worker, WorkerSettings
+from tests.models import rand_checkpoint
+from tests.worker_driver import Driver, Model, Request, run
+
+
+class InterpretedExecutor:
+    """Chunks and rounds by the Triton kernels."""
+
+    def __init__(self, prefill: CudaPrefill, rounds: CudaRounds) -> None:
+        self._prefill, self._rounds = prefill, rounds
+
+    def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> PendingRound:
+        return self._rounds.launch(running, wishes)
+
+    def launch_chunk(
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
+    ) -> PendingChunk:
+        return self._prefill.launch(chunk, prompts, between_layers)
+
+    def decoding(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    prefilling = decoding
+
+
+def requests() -> list[Request]:
+    """One per path through the kernels: every policy, greedy, drawn, filtered, penalised, biased."""
+    base = dict(max_new_tokens=4, exit_threshold=0.7, logprobs=True)
+    prompts = [list(range(20, 20 + n)) for n in (3, 130, 9, 64, 17, 5, 30, 2)]
+    params = [
+        RowParams(**base, temperature=0.0),
+        RowParams(**base, temperature=1.0, seed=2**64 - 3),
+        RowParams(**base, temperature=0.8, top_k=7, top_p=0.8, seed=5, exit_mode=ExitMode.OURO_DELAYED),
+        RowParams(**base, temperature=0.9, min_p=0.2, seed=6, exit_mode=ExitMode.RANDOM_LOOKAHEAD),
+        RowParams(
+            **base, temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.7
+        ),
+        RowParams(**base, temperature=0.0, bias_ids=[7, 9], bias_values=[100.0, 50.0], min_loops=2, max_loops=3),
+        RowParams(**base, temperature=0.0, end_ids=list(range(0, 250)), min_new_tokens=2),
+        RowParams(
+            max_new_tokens=4, temperature=1.0, top_k=1, seed=9, exit_mode=ExitMode.TRACE, exit_trace=[4, 1, 3, 2]
+        ),
+    ]
+    params[0].top_logprobs_num, params[0].token_ids_logprob = 3, [5, 1]
+    return [Request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+
+
+def main() -> None:
+    layout, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    model = Model(rand_checkpoint(folder))
+    config, slots = model.config, 2048
+    settings = WorkerSettings(max_rows=8, max_length=192, rounds_in_flight=2, shared_layout=layout == "shared")
+    rows = Rows(8, 192, 4, config.vocab_size, config.hidden_size, torch.float32, torch.device("cpu"))
+    pool = KVPool(config, slots, torch.float32, torch.device("cpu"), poison=True)
+    heads = {ExitMode.RANDOM_LOOKAHEAD: random_lookahead_head(0, config.hidden_size)}
+    rounds = CudaRounds(model.model, rows, pool, heads, 1, [1, 2, 4, 8], 4, graphs=False)
+    executor = InterpretedExecutor(CudaPrefill(model.model, rows, pool, 128), rounds)
+    worker = Worker(rows, pool, executor, settings)
+    got = Driver(worker, settings, 4, slots, 1).run(requests())
+    expected = run(model, requests(), settings, seed=1)
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert (a.token_ids, a.exit_depths, a.reason) == (b.token_ids, b.exit_depths, b.reason), (index, a, b)
+        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4, rtol=1e-4)
+        for mine, theirs in zip(a.tops, b.tops, strict=True):
+            assert mine.top_ids == theirs.top_ids
+            torch.testing.assert_close(mine.id_values, theirs.id_values, atol=1e-4, rtol=1e-4)
+    depths = sorted({depth for result in got for depth in result.exit_depths[1:]})
+    print(f"compared {sum(len(result.token_ids) for result in got)} tokens at depths {depths}")
+    assert depths == [1, 2, 3, 4]
+
+
+main()
