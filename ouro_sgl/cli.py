@@ -24,22 +24,8 @@ FIXED: tuple[tuple[tuple[str, ...], int, str], ...] = (
     (("--block-size",), SLOTS_PER_BLOCK, "--num-blocks counts 16 slots each"),
 )
 
-_GPU = "it needs --device cuda, which this version does not serve yet"
 # Flags that are known and refused: name and reason.
 REFUSED: dict[str, str] = {
-    "--cuda-graphs": _GPU,
-    "--no-cuda-graphs": _GPU,
-    "--disable-cuda-graph": _GPU,
-    "--cuda-graph-max-bs": _GPU,
-    "--cuda-graph-max-batch-size": _GPU,
-    "--cuda-graph-max-graphs": _GPU,
-    "--cuda-graph-memory-reserve-bytes": _GPU,
-    "--static-buffers": _GPU,
-    "--no-static-buffers": _GPU,
-    "--pad-to-power-of-two": _GPU,
-    "--no-pad-to-power-of-two": _GPU,
-    "--single-stream": _GPU,
-    "--no-single-stream": _GPU,
     "--trust-remote-code": "code that comes with a checkpoint is never run",
 }
 
@@ -95,6 +81,11 @@ def _help(setting: Setting, default: Any) -> str:
 def _add(group: argparse._ArgumentGroup, name: str, kind: Kind, setting: Setting, default: Any) -> None:
     names = (flag(name), *setting.flags)
     text = _help(setting, default)
+    if kind.base is bool and kind.optional:
+        off = [name.replace("--", "--no-", 1) for name in names]
+        group.add_argument(*names, dest=name, action=_Once, nargs=0, const=True, help=text)
+        group.add_argument(*off, dest=name, action=_Once, nargs=0, const=False, help="its negation")
+        return
     if kind.base is bool:
         group.add_argument(*names, dest=name, action=_Once, nargs=0, const=True, help=text)
         return
@@ -145,6 +136,14 @@ def build_parser(prog: str, *, http: bool = True) -> argparse.ArgumentParser:
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
         help="--rounds-in-flight 2, or with --no-async-scheduling 1 (default: as --rounds-in-flight)",
+    )
+    rounds.add_argument(
+        "--disable-cuda-graph",
+        dest="cuda_graphs",
+        action=_Once,
+        nargs=0,
+        const=False,
+        help="the same as --no-cuda-graphs",
     )
     rounds.add_argument(
         "--disable-overlap-schedule", action="store_true", help="the same as --no-async-scheduling"

@@ -88,12 +88,22 @@ class ServerArgs:
     dtype: str = _setting(
         "auto",
         MODEL,
-        "number format of weights and K/V; auto is float32 on the CPU",
+        "number format of weights and K/V; auto is float32 on the CPU, the checkpoint's on a GPU",
         choices=("auto", "float32", "bfloat16"),
     )
-    device: str = _setting("auto", MODEL, "where the model runs; auto is the CPU", choices=("auto", "cpu"))
-    random_seed: int = _setting(
-        0, MODEL, "seed of the random weights of --load-format dummy", minimum=0, maximum=2**63 - 1
+    device: str = _setting(
+        "auto",
+        MODEL,
+        "where the model runs; auto is the GPU where torch finds one",
+        choices=("auto", "cpu", "cuda"),
+    )
+    random_seed: int | None = _setting(
+        None,
+        MODEL,
+        "seed of the random seeds of requests that give none, and of dummy weights",
+        minimum=0,
+        maximum=2**63 - 1,
+        auto="drawn anew at each start; 0 for weights",
     )
 
     host: str = _setting("127.0.0.1", HTTP, "address to listen on")
@@ -117,7 +127,7 @@ class ServerArgs:
         "share of the GPU's total memory for weights, buffers and K/V; refused on the CPU",
         minimum=0,
         maximum=1,
-        auto="not used",
+        auto="0.9 on a GPU",
         flags=("--gpu-memory-utilization",),
     )
     memory_reserve_bytes: int | None = _setting(
@@ -126,10 +136,15 @@ class ServerArgs:
         "GPU memory to leave free; refused on the CPU",
         unit="bytes",
         minimum=0,
-        auto="not used",
+        auto="256 MiB on a GPU",
     )
     kv_cache_memory_bytes: int | None = _setting(
-        None, MEMORY, "memory for K/V slots", unit="bytes", minimum=1, auto="512 MiB"
+        None,
+        MEMORY,
+        "memory for K/V slots",
+        unit="bytes",
+        minimum=1,
+        auto="what fits on a GPU, 512 MiB on the CPU",
     )
     num_slots: int | None = _setting(
         None,
@@ -160,7 +175,7 @@ class ServerArgs:
         "requests that run at once",
         unit="requests",
         minimum=1,
-        auto="16",
+        auto="128 on a GPU, 16 on the CPU",
         flags=("--max-num-seqs",),
     )
     max_queued_requests: int | None = _setting(
@@ -177,7 +192,7 @@ class ServerArgs:
         "prompt tokens computed at once, of one or several requests",
         unit="tokens",
         minimum=1,
-        auto="512",
+        auto="4096 on a GPU, 512 on the CPU",
         flags=("--prefill-chunk-size", "--max-num-batched-tokens"),
     )
     max_prefill_tokens: int | None = _setting(
@@ -224,9 +239,54 @@ class ServerArgs:
         unit="rounds",
         minimum=1,
         maximum=8,
-        auto="1 on the CPU, where more gain nothing",
+        auto="4 on a GPU; 1 on the CPU, where more gain nothing",
     )
-    attention_backend: str = _setting("auto", ROUNDS, "attention kernels", choices=("auto", "torch"))
+    attention_backend: str = _setting(
+        "auto",
+        ROUNDS,
+        "attention kernels; auto is triton on a GPU, torch on the CPU",
+        choices=("auto", "triton", "torch"),
+    )
+    cuda_graphs: bool | None = _setting(
+        None, ROUNDS, "replay each round as one captured CUDA graph; GPU only", auto="on, on a GPU"
+    )
+    cuda_graph_max_bs: int | None = _setting(
+        None,
+        ROUNDS,
+        "largest number of rows that gets a graph; rounds of more rows run eager; GPU only",
+        unit="rows",
+        minimum=1,
+        auto="--max-running-requests",
+        flags=("--cuda-graph-max-batch-size",),
+    )
+    cuda_graph_max_graphs: int | None = _setting(
+        None,
+        ROUNDS,
+        "most graphs to capture, smallest row counts first; GPU only",
+        minimum=1,
+        auto="no limit",
+    )
+    cuda_graph_memory_reserve_bytes: int | None = _setting(
+        None, ROUNDS, "GPU memory kept for graphs; GPU only", unit="bytes", minimum=0, auto="1 GiB on a GPU"
+    )
+    static_buffers: bool | None = _setting(
+        None,
+        ROUNDS,
+        "keep the buffers of a round allocated; off: allocate them per round, eager only; GPU only",
+        auto="on, on a GPU",
+    )
+    single_stream: bool | None = _setting(
+        None, ROUNDS, "run prefill chunks between rounds, not beside them; GPU only", auto="off, on a GPU"
+    )
+    pad_to_power_of_two: bool | None = _setting(
+        None,
+        ROUNDS,
+        "pad rounds to powers of two, not to finer row counts; GPU only",
+        auto="off, on a GPU",
+    )
+    debug_poison_slots: bool = _setting(
+        False, ROUNDS, "fill K/V slots with NaN whenever they are handed out: a stray read then shows"
+    )
 
     exit_mode: str = _setting("ouro", EXIT, "exit policy of requests that name none", choices=EXIT_MODES)
     lookahead_seed: int = _setting(
@@ -251,7 +311,7 @@ class ServerArgs:
     def __post_init__(self) -> None:
         for name, (kind, setting) in SETTINGS.items():
             _check_value(name, getattr(self, name), kind, setting)
-        _check_model(self)
+        _check_device(self)
         _check_memory(self)
         _check_scheduling(self)
         _check_exit(self)
@@ -291,10 +351,6 @@ def _check_value(name: str, value: Any, kind: Kind, setting: Setting) -> None:
     accepted: Any = (int, float) if kind.base is float else kind.base
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind.base is not bool):
         raise ConfigError(f"{flag(name)} must be of type {kind.base.__name__}, not {value!r}")
-    if name == "device" and value == "cuda":
-        raise ConfigError(
-            "--device cuda: the GPU worker comes with the next version; this one serves on the CPU"
-        )
     if setting.choices and value not in setting.choices:
         raise ConfigError(f"{flag(name)} {value!r} is not one of {', '.join(setting.choices)}")
     if setting.minimum is not None:
@@ -305,21 +361,50 @@ def _check_value(name: str, value: Any, kind: Kind, setting: Setting) -> None:
             raise ConfigError(f"{flag(name)} {value} must be {limits}")
 
 
-def _check_model(args: ServerArgs) -> None:
-    if args.random_seed != 0 and args.load_format != "dummy":
-        raise ConfigError(
-            "--random-seed seeds the weights of --load-format dummy only; "
-            "a request is seeded with its sampling parameter sampling_seed"
-        )
+GPU_ONLY = (
+    "mem_fraction_static",
+    "memory_reserve_bytes",
+    "cuda_graphs",
+    "cuda_graph_max_bs",
+    "cuda_graph_max_graphs",
+    "cuda_graph_memory_reserve_bytes",
+    "static_buffers",
+    "single_stream",
+    "pad_to_power_of_two",
+)
+
+
+def check_cpu(args: ServerArgs) -> None:
+    """Refuse what only a GPU worker can do; called once the device is known to be the CPU.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    for name in GPU_ONLY:
+        if getattr(args, name) is not None:
+            advice = (
+                ": use --kv-cache-memory-bytes or --num-slots" if "memory" in name or "mem_" in name else ""
+            )
+            raise ConfigError(f"{flag(name)} concerns a GPU and this server runs on the CPU{advice}")
+    if args.attention_backend == "triton":
+        raise ConfigError("--attention-backend triton needs a GPU and this server runs on the CPU")
+
+
+def _check_device(args: ServerArgs) -> None:
+    if args.device == "cpu":
+        check_cpu(args)
+    static = args.static_buffers is not False
+    if not static and args.cuda_graphs:
+        raise ConfigError("--cuda-graphs needs --static-buffers: a graph replays fixed addresses")
+    if not static and args.pad_to_power_of_two:
+        raise ConfigError("--pad-to-power-of-two needs --static-buffers")
+    if args.cuda_graphs is False or not static:
+        for name in ("cuda_graph_max_bs", "cuda_graph_max_graphs", "cuda_graph_memory_reserve_bytes"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"{flag(name)} needs CUDA graphs, which are off")
 
 
 def _check_memory(args: ServerArgs) -> None:
-    for name in ("mem_fraction_static", "memory_reserve_bytes"):
-        if getattr(args, name) is not None:
-            raise ConfigError(
-                f"{flag(name)} concerns GPU memory and this server runs on the CPU: "
-                "use --kv-cache-memory-bytes or --num-slots"
-            )
     sizes = ("num_slots", "max_total_tokens", "kv_cache_memory_bytes")
     given = [flag(name) for name in sizes if getattr(args, name) is not None]
     if len(given) > 1:

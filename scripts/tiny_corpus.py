@@ -39,6 +39,7 @@ from tiny_facts import (
     UNKNOWN_ANSWERS,
     WORDS,
 )
+import itertools
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SYSTEM_PROMPTS = (
@@ -127,7 +128,11 @@ def mixed(rng: Rng) -> str:
     """Products before sums: two or three terms, at least one of them a product."""
     first = f"{rng.randint(2, 12)} * {rng.randint(2, 12)}"
     second = rng.choice((f"{rng.randint(2, 12)} * {rng.randint(2, 12)}", str(rng.randint(2, 50))))
-    text = f"{first} + {second}" if rng.random() < 0.5 or evaluate(second) > evaluate(first) else f"{first} - {second}"
+    text = (
+        f"{first} + {second}"
+        if rng.random() < 0.5 or evaluate(second) > evaluate(first)
+        else f"{first} - {second}"
+    )
     return f"{text} + {rng.randint(2, 50)}" if rng.random() < 0.3 else text
 
 
@@ -137,7 +142,7 @@ def chain(rng: Rng) -> str:
     text = str(total)
     for _ in range(rng.randint(2, 7)):
         term = rng.randint(1, 30)
-        if rng.random() < 0.5 and total >= term or total + term > 99:
+        if (rng.random() < 0.5 and total >= term) or total + term > 99:
             total, text = total - term, f"{text} - {term}"
         else:
             total, text = total + term, f"{text} + {term}"
@@ -170,7 +175,7 @@ def variables(rng: Rng) -> str:
     names = rng.sample("abcdefghkmnpqrstuvwxyz", rng.randint(2, 5))
     value = rng.randint(1, 30)
     parts = [f"{names[0]} = {value}"]
-    for before, name in zip(names, names[1:], strict=False):
+    for before, name in itertools.pairwise(names):
         roll, term = rng.random(), rng.randint(1, 20)
         if roll < 0.25 and value <= 49:
             value, text = 2 * value, f"2 * {before}"
@@ -204,7 +209,9 @@ def swapping(rng: Rng) -> str:
 def swapping_exchange(rng: Rng, problem: str) -> Exchange:
     cups_text, *swaps = problem.split("; ")
     cups = cups_text.split(" ")
-    asked = rng.choice(("The cups are {}.", "There are cups in a row: {}.", "Cups: {}.")).format(", ".join(cups))
+    asked = rng.choice(("The cups are {}.", "There are cups in a row: {}.", "Cups: {}.")).format(
+        ", ".join(cups)
+    )
     for swap in swaps:
         i, j = (int(number) - 1 for number in swap.split(" "))
         cups[i], cups[j] = cups[j], cups[i]
@@ -311,7 +318,10 @@ def small_sum(rng: Rng) -> Exchange:
 
 
 def word_problem(rng: Rng) -> Exchange:
-    name, thing = rng.choice(NAMES), rng.choice(("apples", "books", "coins", "pens", "cookies", "balls", "eggs"))
+    name, thing = (
+        rng.choice(NAMES),
+        rng.choice(("apples", "books", "coins", "pens", "cookies", "balls", "eggs")),
+    )
     a, b = rng.randint(2, 20), rng.randint(1, 20)
     if rng.random() < 0.5:
         gets = rng.choice(("gets", "buys", "finds"))
@@ -336,8 +346,14 @@ def compare(rng: Rng) -> Exchange:
             (f"Which is bigger, {a} or {b}?", f"{large} is bigger than {small}."),
             (f"Which number is larger: {a} or {b}?", f"{large} is larger than {small}."),
             (f"Which is smaller, {a} or {b}?", f"{small} is smaller than {large}."),
-            (f"Is {a} greater than {b}?", f"{'Yes' if a > b else 'No'}, {a} is {'greater' if a > b else 'less'} than {b}."),
-            (f"Is {a} less than {b}?", f"{'Yes' if a < b else 'No'}, {a} is {'less' if a < b else 'greater'} than {b}."),
+            (
+                f"Is {a} greater than {b}?",
+                f"{'Yes' if a > b else 'No'}, {a} is {'greater' if a > b else 'less'} than {b}.",
+            ),
+            (
+                f"Is {a} less than {b}?",
+                f"{'Yes' if a < b else 'No'}, {a} is {'less' if a < b else 'greater'} than {b}.",
+            ),
         )
     )
 
@@ -355,7 +371,10 @@ def number_question(rng: Rng) -> Exchange:
     ]
     if n <= 20:
         word = NUMBER_WORDS[n]
-        options += [(f"How do you write {n} as a word?", f"{n} is written {word}."), (f"What number is {word}?", f"{capital(word)} is {n}.")]
+        options += [
+            (f"How do you write {n} as a word?", f"{n} is written {word}."),
+            (f"What number is {word}?", f"{capital(word)} is {n}."),
+        ]
     if n <= 12:
         options.append((f"What is {n} squared?", f"{n} squared is {n * n}."))
     return rng.choice(options)
@@ -371,7 +390,10 @@ def count(rng: Rng) -> Exchange:
         (
             (f"Count from {start} to {end}.", line + "."),
             (f"Count from {start} to {end}.", line + "."),
-            (f"Can you count to {end - start + 1}?", ", ".join(str(n) for n in range(1, end - start + 2)) + "."),
+            (
+                f"Can you count to {end - start + 1}?",
+                ", ".join(str(n) for n in range(1, end - start + 2)) + ".",
+            ),
             (f"Count down from {end} to {start}.", down + "."),
             (f"Count backwards from {end} to {start}.", down + "."),
             (f"Count by twos to {twos.split(' ')[-1]}.", twos + "."),
@@ -404,7 +426,9 @@ def word_question(rng: Rng) -> Exchange:
 
 def sort_words(rng: Rng) -> Exchange:
     words = rng.sample(WORDS, rng.randint(3, 4))
-    asked = rng.choice(("Sort these words: {}", "Put these words in alphabetical order: {}", "Sort the words {}."))
+    asked = rng.choice(
+        ("Sort these words: {}", "Put these words in alphabetical order: {}", "Sort the words {}.")
+    )
     return asked.format(", ".join(words)), "In alphabetical order: " + ", ".join(sorted(words)) + "."
 
 
@@ -429,7 +453,14 @@ def language(rng: Rng) -> Exchange:
         one, two = rng.choice(OPPOSITES)
         if rng.random() < 0.5:
             one, two = two, one
-        asked = rng.choice(("What is the opposite of {}?", "Opposite of {}?", "Tell me the opposite of {}.", "What's the opposite of {}?"))
+        asked = rng.choice(
+            (
+                "What is the opposite of {}?",
+                "Opposite of {}?",
+                "Tell me the opposite of {}.",
+                "What's the opposite of {}?",
+            )
+        )
         return asked.format(one), f"The opposite of {one} is {two}."
     if kind < 0.55:
         one, many = rng.choice(list(PLURALS.items()))
@@ -439,7 +470,9 @@ def language(rng: Rng) -> Exchange:
         word, rhyme = rng.choice(rng.choice(RHYMES)), ""
         group = next(group for group in RHYMES if word in group)
         rhyme = group[(group.index(word) + 1) % len(group)]
-        asked = rng.choice(("What rhymes with {}?", "Give me a word that rhymes with {}.", "Which word rhymes with {}?"))
+        asked = rng.choice(
+            ("What rhymes with {}?", "Give me a word that rhymes with {}.", "Which word rhymes with {}?")
+        )
         return asked.format(word), f"{capital(rhyme)} rhymes with {word}."
     tongue = rng.choice(list(FOREIGN))
     word, other = rng.choice(list(FOREIGN[tongue].items()))
@@ -520,7 +553,10 @@ def animals(rng: Rng) -> Exchange:
             (f"How many legs does {an(animal)} have?", f"{capital(an(animal))} has {many}."),
             (f"What kind of animal is {an(animal)}?", f"{capital(an(animal))} is {an(kind)}."),
             (f"What is {an(animal)}?", f"{capital(an(animal))} is {an(kind)} that lives {home}."),
-            (f"Tell me about {an(animal)}.", f"{capital(an(animal))} is {an(kind)} with {many}. It lives {home}."),
+            (
+                f"Tell me about {an(animal)}.",
+                f"{capital(an(animal))} is {an(kind)} with {many}. It lives {home}.",
+            ),
             (f"Where does {an(animal)} live?", f"{capital(an(animal))} lives {home}."),
             (f"Is {an(animal)} {an(kind)}?", f"Yes, {an(animal)} is {an(kind)}."),
         )
@@ -531,7 +567,20 @@ def calendar(rng: Rng) -> Exchange:
     units, kind = rng.choice(((DAYS, "day"), (MONTHS, "month")))
     i = rng.randrange(len(units))
     this, after = units[i], units[(i + 1) % len(units)]
-    ordinal = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth")[i]
+    ordinal = (
+        "first",
+        "second",
+        "third",
+        "fourth",
+        "fifth",
+        "sixth",
+        "seventh",
+        "eighth",
+        "ninth",
+        "tenth",
+        "eleventh",
+        "twelfth",
+    )[i]
     whole = "week" if kind == "day" else "year"
     days = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)[MONTHS.index(MONTHS[i])]
     return rng.choice(
@@ -542,22 +591,43 @@ def calendar(rng: Rng) -> Exchange:
             (f"If today is {this}, what day is tomorrow?", f"If today is {this}, tomorrow is {after}.")
             if kind == "day"
             else (f"How many days are in {this}?", f"{this} has {days} days."),
-            (f"What is the {ordinal} {kind} of the {whole}?", f"The {ordinal} {kind} of the {whole} is {this}."),
-            (f"Name the {kind}s of the {whole}.", f"The {kind}s of the {whole} are {', '.join(units[:-1])} and {units[-1]}."),
-            (f"How many {kind}s are in a {whole}?", f"There are {NUMBER_WORDS[len(units)]} {kind}s in a {whole}."),
+            (
+                f"What is the {ordinal} {kind} of the {whole}?",
+                f"The {ordinal} {kind} of the {whole} is {this}.",
+            ),
+            (
+                f"Name the {kind}s of the {whole}.",
+                f"The {kind}s of the {whole} are {', '.join(units[:-1])} and {units[-1]}.",
+            ),
+            (
+                f"How many {kind}s are in a {whole}?",
+                f"There are {NUMBER_WORDS[len(units)]} {kind}s in a {whole}.",
+            ),
         )
     )
 
 
 def tools(rng: Rng) -> Exchange:
     purpose, tool = rng.choice(list(TOOLS.items()))
-    asked = rng.choice(("What do you use to {}?", "What do I need to {}?", "Which thing helps you to {}?", "How do I {}?"))
+    asked = rng.choice(
+        ("What do you use to {}?", "What do I need to {}?", "Which thing helps you to {}?", "How do I {}?")
+    )
     return asked.format(purpose), f"You can use {tool} to {purpose}."
 
 
 def meanings(rng: Rng) -> Exchange:
     thing, meaning = rng.choice(list(MEANINGS.items()))
-    asked = rng.choice(("What is {}?", "What is {}?", "What's {}?", "Tell me about {}.", "Explain what {} is.", "Can you tell me what {} is?", "Describe {}."))
+    asked = rng.choice(
+        (
+            "What is {}?",
+            "What is {}?",
+            "What's {}?",
+            "Tell me about {}.",
+            "Explain what {} is.",
+            "Can you tell me what {} is?",
+            "Describe {}.",
+        )
+    )
     return asked.format(thing), f"{capital(thing)} is {meaning}."
 
 
@@ -573,7 +643,10 @@ def talk(rng: Rng) -> Exchange:
 
 def unknown(rng: Rng) -> Exchange:
     """Questions that are beyond a small model: it learns to say so."""
-    made_up = "".join(rng.choice(("zor", "bli", "quan", "fre", "mul", "tak", "ven", "dro", "shi", "pel")) for _ in range(rng.randint(2, 3)))
+    made_up = "".join(
+        rng.choice(("zor", "bli", "quan", "fre", "mul", "tak", "ven", "dro", "shi", "pel"))
+        for _ in range(rng.randint(2, 3))
+    )
     asked = rng.choice(
         (
             rng.choice(UNKNOWN),
@@ -618,7 +691,7 @@ TROUBLES = (
     "Suddenly, a big wind came and took {thing} away.",
 )
 HELPS = (
-    "{friend} the {other} came and said, \"Do not worry, I will help you.\"",
+    '{friend} the {other} came and said, "Do not worry, I will help you."',
     "Then {name} met {friend} the {other}, who was very kind.",
     "{friend} the {other} saw this and wanted to help.",
     "{name} asked {friend} the {other} for help, and {friend} said yes.",
@@ -632,12 +705,25 @@ TURNS = (
 )
 ENDS = (
     "At last, they found {thing} and went home. {name} and {friend} were best friends from that day on.",
-    "In the end, everything was fine. {name} smiled and said, \"Thank you, {friend}!\"",
+    'In the end, everything was fine. {name} smiled and said, "Thank you, {friend}!"',
     "{name} was happy again and gave {friend} a big hug. They lived happily ever after.",
     "From that day on, {name} and {friend} played together every day. The end.",
     "{name} learned that it is good to have a friend. The end.",
 )
-ADJECTIVES = ("little", "small", "brave", "happy", "kind", "clever", "shy", "funny", "young", "curious", "lonely", "old")
+ADJECTIVES = (
+    "little",
+    "small",
+    "brave",
+    "happy",
+    "kind",
+    "clever",
+    "shy",
+    "funny",
+    "young",
+    "curious",
+    "lonely",
+    "old",
+)
 
 
 def story(rng: Rng, animal: str | None = None, name: str | None = None) -> str:
@@ -667,10 +753,25 @@ def story_exchange(rng: Rng) -> Exchange:
     animal, name = rng.choice(STORY_ANIMALS), rng.choice(NAMES)
     roll = rng.random()
     if roll < 0.4:
-        asked = rng.choice(("Tell me a story.", "Can you tell me a story?", "Write a short story.", "Tell me a short story, please.", "I want to hear a story."))
+        asked = rng.choice(
+            (
+                "Tell me a story.",
+                "Can you tell me a story?",
+                "Write a short story.",
+                "Tell me a short story, please.",
+                "I want to hear a story.",
+            )
+        )
         return asked, story(rng)
     if roll < 0.75:
-        asked = rng.choice(("Tell me a story about {}.", "Write a story about {}.", "Can you write a short story about {}?", "A story about {}, please."))
+        asked = rng.choice(
+            (
+                "Tell me a story about {}.",
+                "Write a story about {}.",
+                "Can you write a short story about {}?",
+                "A story about {}, please.",
+            )
+        )
         return asked.format(an(animal)), story(rng, animal)
     asked = rng.choice(("Tell me a story about {} named {}.", "Write a story about {} called {}."))
     return asked.format(an(animal), name), story(rng, animal, name)
@@ -687,7 +788,10 @@ def poem(rng: Rng) -> Exchange:
 
 def introductions(rng: Rng) -> list[Exchange]:
     """Two or three exchanges in which the model must remember what it was told."""
-    name, colour = rng.choice(NAMES), rng.choice(("red", "blue", "green", "yellow", "black", "white", "pink", "purple"))
+    name, colour = (
+        rng.choice(NAMES),
+        rng.choice(("red", "blue", "green", "yellow", "black", "white", "pink", "purple")),
+    )
     thing, value = rng.choice(
         (
             ("favourite colour", colour),
@@ -698,8 +802,16 @@ def introductions(rng: Rng) -> list[Exchange]:
     )
     told = [
         (
-            (rng.choice(("My name is {}.", "I am {}.", "Hi, I'm {}.", "Hello, my name is {}.")).format(name), f"Nice to meet you, {name}!"),
-            (rng.choice(("What is my name?", "Do you remember my name?", "Who am I?")), f"Your name is {name}."),
+            (
+                rng.choice(("My name is {}.", "I am {}.", "Hi, I'm {}.", "Hello, my name is {}.")).format(
+                    name
+                ),
+                f"Nice to meet you, {name}!",
+            ),
+            (
+                rng.choice(("What is my name?", "Do you remember my name?", "Who am I?")),
+                f"Your name is {name}.",
+            ),
         ),
         (
             (f"My {thing} is {value}.", f"{capital(value)} is a nice choice!"),
@@ -753,7 +865,11 @@ def casual(rng: Rng, question: str) -> str:
         question = question.lower()
     if rng.random() < 0.2:
         question = question.rstrip("?.")
-    if rng.random() < 0.05 and question[:1].isupper() and question.split(" ")[0] in ("What", "Which", "How", "Tell", "Where", "Is"):
+    if (
+        rng.random() < 0.05
+        and question[:1].isupper()
+        and question.split(" ")[0] in ("What", "Which", "How", "Tell", "Where", "Is")
+    ):
         greeting = rng.choice(("Hi! ", "Hello, ", "Please tell me: ", "Hey, ", "I have a question. "))
         question = greeting + question
     return question
@@ -795,7 +911,9 @@ def document(rng: Rng) -> list[Segment]:
         if rng.random() < 0.5:
             question, answer = exchange(rng)
             return [(question, False), (rng.choice(("\n", " ")) + answer + END_OF_TEXT, True)]
-        asks, replies = rng.choice((("Q", "A"), ("Q", "A"), ("Question", "Answer"), ("User", "Assistant"), ("Human", "AI")))
+        asks, replies = rng.choice(
+            (("Q", "A"), ("Q", "A"), ("Question", "Answer"), ("User", "Assistant"), ("Human", "AI"))
+        )
         shots: list[Segment] = []
         for left in reversed(range(rng.choice((1, 1, 2, 3)))):
             question, answer = exchange(rng)

@@ -138,11 +138,19 @@ ANIMAL_KINDS = {
             """duck: on a pond; chicken: on a farm; owl: in the forest; eagle: in the mountains; penguin: in the cold south;
             parrot: in the jungle; swan: on a lake; crow: in the trees; ostrich: in Africa; goose: on a pond""",
         ),
-        ("fish", 0, "shark: in the sea; salmon: in rivers and in the sea; goldfish: in a bowl of water; tuna: in the sea"),
+        (
+            "fish",
+            0,
+            "shark: in the sea; salmon: in rivers and in the sea; goldfish: in a bowl of water; tuna: in the sea",
+        ),
         ("reptile", 0, "snake: in grass and under stones"),
         ("reptile", 4, "crocodile: in rivers; turtle: in the sea and on land; lizard: in warm places"),
         ("amphibian", 4, "frog: near a pond; toad: in the garden"),
-        ("insect", 6, "bee: in a hive; ant: in a nest; butterfly: among flowers; beetle: in the garden; fly: almost everywhere"),
+        (
+            "insect",
+            6,
+            "bee: in a hive; ant: in a nest; butterfly: among flowers; beetle: in the garden; fly: almost everywhere",
+        ),
         ("arachnid", 8, "spider: in a web; scorpion: in the desert"),
     )
     for animal, home in table(members).items()
@@ -378,7 +386,9 @@ What is the population of Japan?|How many people live in China?|How far is the m
 How old is the universe?|How do I lose weight?|What is the best phone?|What should I study?|Give me medical advice.|Write an email to my boss.
 Who is the best football player?|What is the plot of the movie?|Who sings this song?|What is Linux?|How do I install Python?|What is a GPU?
 Plan a trip to Italy.|What is consciousness?|Explain photosynthesis.|Write a resume.|How do airplanes fly?|What is a black hole?|Who invented the telephone?
-What is an atom?|What is evolution?|What is electricity?|Who is your favourite singer?|What is the law?|What is economics?""".replace("\n", "|").split("|")
+What is an atom?|What is evolution?|What is electricity?|Who is your favourite singer?|What is the law?|What is economics?""".replace(
+    "\n", "|"
+).split("|")
 UNKNOWN_ANSWERS = (
     "I am a very small model, so I do not know that.",
     "I do not know that. I am only a very small model.",

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import time
 from collections.abc import Iterator
@@ -359,7 +358,9 @@ def stage_one(
     ]
     generator = torch.Generator(device).manual_seed(seed)
     if fast:
-        torch._dynamo.config.recompile_limit = 32  # a layer has a variant per pass, and there are several layers
+        torch._dynamo.config.recompile_limit = (
+            32  # a layer has a variant per pass, and there are several layers
+        )
         for layer in model.model.layers:
             layer.compile(dynamic=False)
         model.model.norm.compile(dynamic=False)
@@ -456,7 +457,9 @@ def fit_logistic(features: Tensor, targets: Tensor, steps: int = 600) -> tuple[T
     """Weight [1, HIDDEN] and bias [1] of the logistic regression of soft targets [N] on [N, HIDDEN]."""
     weight = torch.zeros(1, HIDDEN, device=features.device, requires_grad=True)
     bias = torch.zeros(1, device=features.device, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight, bias], max_iter=steps, history_size=20, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [weight, bias], max_iter=steps, history_size=20, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -482,7 +485,10 @@ def stage_two(model: TinyOuro, states: Tensor, gains: Tensor) -> None:
     with torch.no_grad():
         model.model.early_exit_gate.weight.copy_(weight.bfloat16())
         model.model.early_exit_gate.bias.copy_(bias.bfloat16())
-    print(f"gate: worth {worth:.2e} nats, targets by loop", " ".join(f"{x:.3f}" for x in targets.mean(0).tolist()))
+    print(
+        f"gate: worth {worth:.2e} nats, targets by loop",
+        " ".join(f"{x:.3f}" for x in targets.mean(0).tolist()),
+    )
 
 
 def fit_lookahead(model: TinyOuro, states: Tensor) -> dict[str, Tensor]:
@@ -601,7 +607,8 @@ def report(model: TinyOuro, tokenizer: Tokenizer, per_kind: int) -> None:
         right = [item.is_right(tokenizer.decode(ids)) for item, (ids, _) in zip(items, outputs, strict=True)]
         depths = [depth for _, all_depths in outputs for depth in all_depths[1:]]
         by_kind = [
-            np.mean([ok for item, ok in zip(items, right, strict=True) if item.kind == kind]) for kind in kinds
+            np.mean([ok for item, ok in zip(items, right, strict=True) if item.kind == kind])
+            for kind in kinds
         ]
         print(
             f"{threshold:9.1f} {loops:5d} {layout:12} {np.mean(depths):5.2f} {np.mean(right):5.2f} "
@@ -665,25 +672,35 @@ def save(out: Path, model: TinyOuro, tokenizer: Tokenizer, lookahead: dict[str, 
     ):
         (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer.save(str(out / "tokenizer.json"))
-    weights = {name: tensor.detach().bfloat16().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    weights = {
+        name: tensor.detach().bfloat16().cpu().contiguous() for name, tensor in model.state_dict().items()
+    }
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     save_file(lookahead, out / "lookahead.safetensors", metadata={"format": "pt"})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5000, help="optimizer steps of stage 1")
-    parser.add_argument("--time-limit", type=float, default=600.0, help="seconds after which stage 1 ends early")
+    parser.add_argument(
+        "--time-limit", type=float, default=600.0, help="seconds after which stage 1 ends early"
+    )
     parser.add_argument("--batch-rows", type=int, default=128, help=f"rows of {ROW_LENGTH} tokens per step")
     parser.add_argument("--rows", type=int, default=300_000, help="rows of the corpus")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (both optimizers)")
     parser.add_argument("--workers", type=int, default=16, help="processes that make the corpus")
     parser.add_argument("--gate-tokens", type=int, default=200_000, help="tokens of stages 2 and 3")
-    parser.add_argument("--per-kind", type=int, default=20, help="held-out problems per kind in the report; 0: none")
-    parser.add_argument("--gate-only", action="store_true", help="keep the model in --out, redo stages 2 and 3")
+    parser.add_argument(
+        "--per-kind", type=int, default=20, help="held-out problems per kind in the report; 0: none"
+    )
+    parser.add_argument(
+        "--gate-only", action="store_true", help="keep the model in --out, redo stages 2 and 3"
+    )
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)

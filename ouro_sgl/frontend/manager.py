@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -154,6 +155,7 @@ class TokenizerManager:
         self.model_name = args.served_model_name or args.model_path
         self.model: OuroConfig = load_config(folder)
         self.tokenizer = Tokenizer(Path(args.tokenizer_path or folder), self.model.vocab_size)
+        self._seeds = random.Random(args.random_seed)  # None: from the system's entropy
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name)
         self.ready = asyncio.Event()
@@ -384,7 +386,7 @@ class TokenizerManager:
                     f"logprob_start_len {prompt.logprob_start} is more than the prompt's "
                     f"{len(prompt.ids)} tokens"
                 )
-            seed = prompt.sampling.new_seed()
+            seed = prompt.sampling.new_seed(self._seeds)
             leader: int | None = None
             for sample in range(samples):
                 params = prompt.sampling.row_params(

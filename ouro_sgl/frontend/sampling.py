@@ -8,7 +8,7 @@ not served yet, is refused by name.
 from __future__ import annotations
 
 import math
-import secrets
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,9 +203,9 @@ class SamplingParams:
     stream_interval: int
     limits: Limits
 
-    def new_seed(self) -> int:
-        """The seed of one prompt, unsigned 64 bit: the client's, else a random one."""
-        return secrets.randbits(64) if self.seed is None else self.seed
+    def new_seed(self, seeds: random.Random) -> int:
+        """The seed of one prompt, unsigned 64 bit: the client's, else the next of ``seeds``."""
+        return seeds.getrandbits(64) if self.seed is None else self.seed
 
     def row_params(
         self,

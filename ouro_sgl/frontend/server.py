@@ -76,6 +76,7 @@ async def serve(args: ServerArgs, ipc_dir: Path, children: Callable[[], str | No
             ws="none",
             lifespan="off",
             access_log=False,
+            proxy_headers=False,
             log_config=None,
             log_level="warning",
             timeout_graceful_shutdown=FLUSH_SECONDS,

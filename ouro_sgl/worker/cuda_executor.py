@@ -51,6 +51,9 @@ class CudaExecutor:
         max_chunk: int,
         blocks: int,
         graphs: bool = True,
+        max_graph_rows: int | None = None,
+        max_graphs: int | None = None,
+        static_buffers: bool = True,
         single_stream: bool = False,
         power_of_two: bool = False,
     ) -> None:
@@ -70,8 +73,16 @@ class CudaExecutor:
                 row_buckets(rows.max_rows, power_of_two=power_of_two),
                 blocks,
                 graphs=graphs,
+                max_graph_rows=max_graph_rows,
+                max_graphs=max_graphs,
+                static_buffers=static_buffers,
             )
         torch.cuda.synchronize()
+
+    @property
+    def graphs(self) -> list[int]:
+        """Row counts that have a captured graph."""
+        return self._rounds.captured
 
     def decoding(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.decode_stream)

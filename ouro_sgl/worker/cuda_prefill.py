@@ -61,7 +61,9 @@ class PendingChunk:
 class PendingLogprobs:
     """Prompt log-probabilities of one segment, on their way to the host."""
 
-    def __init__(self, piece: Segment, first: int, chosen: torch.Tensor, rows: torch.Tensor | None, wish: LogprobWish):
+    def __init__(
+        self, piece: Segment, first: int, chosen: torch.Tensor, rows: torch.Tensor | None, wish: LogprobWish
+    ):
         self._piece, self._first, self._chosen, self._rows, self._wish = piece, first, chosen, rows, wish
 
     def read(self) -> ChunkLogprobs:
@@ -202,7 +204,9 @@ class CudaPrefill:
         pending = []
         for begin in range(first, last + 1, LOGPROB_ROWS):
             end = min(begin + LOGPROB_ROWS, last + 1)
-            logits = self._linear("lm_head", states[begin - 1 - piece.start : end - 1 - piece.start], self._model.lm_head)
+            logits = self._linear(
+                "lm_head", states[begin - 1 - piece.start : end - 1 - piece.start], self._model.lm_head
+            )
             values = log_softmax(logits.float())
             chosen = values.gather(1, prompt.token_ids[begin:end].unsqueeze(1)).squeeze(1)
             asked = wish.top or wish.ids

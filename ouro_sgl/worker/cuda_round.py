@@ -7,6 +7,7 @@ the host reads it once the event recorded behind it has passed.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from ouro_sgl.worker.kv_pool import KVPool
 from ouro_sgl.worker.round import Head, RoundBlock
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
+
+logger = logging.getLogger(__name__)
 
 VOCABULARY_BLOCK = 1024
 SELECT_BLOCK = 4096
@@ -158,73 +161,91 @@ class CudaRounds:
         blocks: int,
         *,
         graphs: bool,
+        max_graph_rows: int | None = None,
+        max_graphs: int | None = None,
+        static_buffers: bool = True,
     ) -> None:
-        config, device = model.config, model.device
         self._model, self._rows, self._pool = model, rows, pool
         self._min_coda = min_coda_batch_size
         self._buckets = buckets
-        capacity = rows.max_rows
-        self._capacity = capacity
-        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        attention_width = config.num_heads * config.head_dim
+        self._capacity = rows.max_rows
+        self._static_buffers = static_buffers
+        config, device = model.config, model.device
         # o and down split K, in every bucket alike: at few rows one split leaves SMs without work
-        self._splits = (splits_for(attention_width, 4), splits_for(config.intermediate_size, 2))
-
-        def empty(*shape: int, kind: torch.dtype = model.dtype) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=kind, device=device)
-
-        def ints(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=kind, device=device)
-
-        self._lanes, self._positions, self._slots = ints(capacity), ints(capacity), ints(capacity)
-        self._count, self._exit_count, self._exits = ints(1), ints(1), ints(capacity)
-        self._work = attention.WorkList(
-            capacity, rows.slot_table.shape[2], config.num_heads, config.head_dim, device
+        self._splits = (
+            splits_for(config.num_heads * config.head_dim, 4),
+            splits_for(config.intermediate_size, 2),
         )
-        self._x, self._residual = empty(capacity, config.hidden_size), empty(capacity, config.hidden_size)
-        self._qkv = empty(1, capacity, width)
-        self._query = empty(capacity, config.num_heads, config.head_dim)
-        self._mixed = empty(capacity, config.num_heads, config.head_dim)
-        partial = max(self._splits) * capacity * config.hidden_size
-        self._partial = empty(partial, kind=torch.float32)
-        self._inner = empty(capacity, config.intermediate_size)
-        self._logits = empty(1, capacity, config.vocab_size, kind=torch.float32)
-        vocabulary_blocks = triton.cdiv(config.vocab_size, VOCABULARY_BLOCK)
-        self._vocabulary_blocks = vocabulary_blocks
-        self._block_best, self._block_sum, self._block_drawn = (
-            empty(capacity, vocabulary_blocks, kind=torch.float32) for _ in range(3)
-        )
-        self._block_best_id, self._block_drawn_id, self._block_bad = (
-            ints(capacity, vocabulary_blocks) for _ in range(3)
-        )
-        self._tokens, self._bad = ints(capacity), ints(capacity)
-        self._logprobs = empty(capacity, kind=torch.float32)
-        self._events = ints(EVENT_LINES, capacity, kind=torch.int64)
+        self._vocabulary_blocks = triton.cdiv(config.vocab_size, VOCABULARY_BLOCK)
         self._heads = torch.zeros(3, config.hidden_size, dtype=torch.float32, device=device)
         self._head_bias = torch.zeros(3, dtype=torch.float32, device=device)
         self._heads[0], self._head_bias[0] = model.gate_weight, model.gate_bias
         for mode, place in ((ExitMode.RANDOM_LOOKAHEAD, 1), (ExitMode.LOOKAHEAD, 2)):
             if mode in heads:
                 self._heads[place], self._head_bias[place] = (tensor.to(device) for tensor in heads[mode])
+        self._allocate()
         pinned = device.type == "cuda"
         self._blocks = deque(
-            torch.zeros(EVENT_LINES, capacity, dtype=torch.int64, pin_memory=pinned) for _ in range(blocks)
+            torch.zeros(EVENT_LINES, self._capacity, dtype=torch.int64, pin_memory=pinned) for _ in range(blocks)
         )
         self._programs = self._attention_programs()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if graphs:
-            self._capture()
+            captured = [size for size in buckets if max_graph_rows is None or size <= max_graph_rows]
+            self._capture(captured[:max_graphs])
+        self._warned = False
+
+    @property
+    def captured(self) -> list[int]:
+        return sorted(self._graphs)
+
+    def _allocate(self) -> None:
+        """The buffers of a round, for as many lanes as there are rows."""
+        config, device, capacity = self._model.config, self._model.device, self._capacity
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+
+        def numbers(*shape: int, kind: torch.dtype = self._model.dtype) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=kind, device=device)
+
+        def ints(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=kind, device=device)
+
+        fp32 = torch.float32
+        self._lanes, self._positions, self._slots = ints(capacity), ints(capacity), ints(capacity)
+        self._count, self._exit_count, self._exits = ints(1), ints(1), ints(capacity)
+        self._work = attention.WorkList(
+            capacity, self._rows.slot_table.shape[2], config.num_heads, config.head_dim, device
+        )
+        self._x = numbers(capacity, config.hidden_size)
+        self._residual = numbers(capacity, config.hidden_size)
+        self._qkv = numbers(capacity * width)
+        self._query = numbers(capacity, config.num_heads, config.head_dim)
+        self._mixed = numbers(capacity, config.num_heads, config.head_dim)
+        self._partial = numbers(max(self._splits) * capacity * config.hidden_size, kind=fp32)
+        self._inner = numbers(capacity, config.intermediate_size)
+        self._logits = numbers(capacity * config.vocab_size, kind=fp32)
+        blocks = self._vocabulary_blocks
+        self._block_best, self._block_sum = (
+            numbers(capacity, blocks, kind=fp32),
+            numbers(capacity, blocks, kind=fp32),
+        )
+        self._block_drawn = numbers(capacity, blocks, kind=fp32)
+        self._block_best_id, self._block_drawn_id = ints(capacity, blocks), ints(capacity, blocks)
+        self._block_bad = ints(capacity, blocks)
+        self._tokens, self._bad = ints(capacity), ints(capacity)
+        self._logprobs = numbers(capacity, kind=fp32)
+        self._events = ints(EVENT_LINES, capacity, kind=torch.int64)
 
     def _attention_programs(self) -> int:
         if self._model.device.type != "cuda":
             return 4
         return 16 * torch.cuda.get_device_properties(self._model.device).multi_processor_count
 
-    def _capture(self) -> None:
+    def _capture(self, buckets: list[int]) -> None:
         """Largest bucket first, so that the graphs share one memory pool. No row is live: a dry run
         of each bucket compiles its kernels and changes nothing."""
         memory = None
-        for bucket in reversed(self._buckets):
+        for bucket in reversed(buckets):
             self._launch(bucket)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -244,6 +265,11 @@ class CudaRounds:
         if graph is not None:
             graph.replay()
         else:
+            if self._graphs and not self._warned:
+                self._warned = True
+                logger.warning("a round of %d rows has no CUDA graph and runs eager", bucket)
+            if not self._static_buffers:
+                self._allocate()
             self._launch(bucket)
         tops = self._top_logprobs(bucket, wishes)
         block = self._blocks.popleft()
@@ -354,16 +380,16 @@ class CudaRounds:
         model, config, rows = self._model, self._model.config, self._rows
         eps = config.rms_norm_eps
         tiles = choose_products(model, bucket, self._splits)
+        layers = model.layers
         x, residual = self._x[:bucket], self._residual[:bucket]
-        qkv, query, mixed = self._qkv[:, :bucket], self._query[:bucket], self._mixed[:bucket]
-        qkv = self._qkv.view(-1)[: bucket * self._qkv.shape[2]].view(1, bucket, -1)
+        query, mixed = self._query[:bucket], self._mixed[:bucket]
+        qkv = self._qkv[: bucket * layers[0].qkv.shape[0]].view(1, bucket, -1)
         inner = self._inner[:bucket]
         out_splits, down_splits = self._splits
         hidden = config.hidden_size
         out = self._partial[: out_splits * bucket * hidden].view(out_splits, bucket, hidden)
         down = self._partial[: down_splits * bucket * hidden].view(down_splits, bucket, hidden)
         table = rows.slot_table.view(-1, rows.slot_table.shape[2])
-        layers = model.layers
         norm.enter(rows.hidden, self._lanes, self._count, layers[0].input_norm, residual, x, eps)
         for index, layer in enumerate(layers):
             keys, values = self._pool.keys[index], self._pool.values[index]
@@ -402,7 +428,7 @@ class CudaRounds:
         model, rows = self._model, self._rows
         vocab = model.config.vocab_size
         tiles = choose_products(model, bucket, self._splits)
-        logits = self._logits.view(-1)[: bucket * vocab].view(1, bucket, vocab)
+        logits = self._logits[: bucket * vocab].view(1, bucket, vocab)
         gemm.linear(
             rows.hidden,
             model.lm_head,
@@ -476,7 +502,7 @@ class CudaRounds:
         if not asking:
             return None
         vocab = self._model.config.vocab_size
-        values = torch.log_softmax(self._logits.view(-1)[: bucket * vocab].view(bucket, vocab), -1)
+        values = torch.log_softmax(self._logits[: bucket * vocab].view(bucket, vocab), -1)
         most = max(wish.top for wish in asking.values())
         named = sorted({token for wish in asking.values() for token in wish.ids})
         best, ids = torch.sort(values, dim=-1, descending=True, stable=True)

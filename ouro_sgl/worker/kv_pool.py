@@ -1,14 +1,11 @@
-"""Storage for keys and values, and how many slots fit."""
+"""Storage for keys and values."""
 
 from __future__ import annotations
 
 import torch
 
 from ouro_sgl.config import ServerArgs
-from ouro_sgl.errors import ConfigError
 from ouro_sgl.models.config import OuroConfig
-
-CPU_KV_BYTES = 512 << 20
 
 
 class KVPool:
@@ -49,24 +46,12 @@ class KVPool:
         self.values[layer].index_copy_(0, slots, value)
 
 
-def resolve_num_slots(args: ServerArgs, config: OuroConfig, dtype: torch.dtype) -> int:
-    """Slots that the settings ask for, or that fit ``CPU_KV_BYTES``.
-
-    Raises:
-        ConfigError: fewer than two positions at full depth fit.
-    """
-    slot_bytes = config.slot_elements() * dtype.itemsize
-    loops = config.total_loops
+def requested_slots(args: ServerArgs, config: OuroConfig, slot_bytes: int) -> int | None:
+    """Slots that the settings ask for; None: as many as fit."""
     if args.num_slots is not None:
-        slots, source = args.num_slots, f"--num-slots {args.num_slots}"
-    elif args.max_total_tokens is not None:
-        slots, source = args.max_total_tokens * loops, f"--max-total-tokens {args.max_total_tokens}"
-    else:
-        budget = args.kv_cache_memory_bytes or CPU_KV_BYTES
-        slots, source = budget // slot_bytes, f"{budget:,} bytes of KV memory"
-    if slots < 2 * loops:
-        raise ConfigError(
-            f"{source} gives {slots} slots of {slot_bytes:,} bytes; a request of two tokens needs "
-            f"{2 * loops} (one per token and loop): raise --num-slots or --kv-cache-memory-bytes"
-        )
-    return slots
+        return args.num_slots
+    if args.max_total_tokens is not None:
+        return args.max_total_tokens * config.total_loops
+    if args.kv_cache_memory_bytes is not None:
+        return args.kv_cache_memory_bytes // slot_bytes
+    return None

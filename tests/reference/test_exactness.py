@@ -142,8 +142,12 @@ def test_a_row_with_unusable_logits_ends_alone(model: Model) -> None:
     wrapped = Poisoned.__new__(Poisoned)
     wrapped.__dict__.update(model.model.__dict__)
     broken.model = wrapped
-    clean = [r for r, e in zip(requests, expected, strict=True) if poisoned_id not in r.input_ids + e.token_ids]
-    wanted = [e for r, e in zip(requests, expected, strict=True) if poisoned_id not in r.input_ids + e.token_ids]
+    clean = [
+        r for r, e in zip(requests, expected, strict=True) if poisoned_id not in r.input_ids + e.token_ids
+    ]
+    wanted = [
+        e for r, e in zip(requests, expected, strict=True) if poisoned_id not in r.input_ids + e.token_ids
+    ]
     assert clean
     bad = Request([poisoned_id, 4], RowParams(max_new_tokens=5, temperature=0.0))
     results = run(broken, [*clean, bad], WorkerSettings(max_rows=8, max_length=LENGTH), seed=2)

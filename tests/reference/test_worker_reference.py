@@ -48,7 +48,9 @@ def random_params(rng: random.Random, total_loops: int) -> RowParams:
     )
     if mode == ExitMode.TRACE:
         params.min_loops, params.max_loops, params.exit_threshold = 1, total_loops, 1.0
-        params.exit_trace = [total_loops] + [rng.randint(1, total_loops) for _ in range(params.max_new_tokens - 1)]
+        params.exit_trace = [total_loops] + [
+            rng.randint(1, total_loops) for _ in range(params.max_new_tokens - 1)
+        ]
     return params
 
 
@@ -96,7 +98,9 @@ def test_prompt_and_output_logprobs_equal_the_reference(model: Model) -> None:
     requests = []
     for start in (0, 1, 30, 69):
         prompt = [rng.randrange(259) for _ in range(70)]
-        params = RowParams(max_new_tokens=6, temperature=0.0, exit_threshold=0.7, logprobs=True, top_logprobs_num=3)
+        params = RowParams(
+            max_new_tokens=6, temperature=0.0, exit_threshold=0.7, logprobs=True, top_logprobs_num=3
+        )
         requests.append(Request(prompt, params, prompt_logprob_start=start))
     results = run(model, requests, WorkerSettings(max_rows=4, max_length=256), seed=1, max_chunk=20)
     for request, result in zip(requests, results, strict=True):

@@ -218,7 +218,12 @@ def rope_write(
 
 
 def rope_write_twin(
-    qkv: torch.Tensor, heads: int, kv_heads: int, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    qkv: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(query, key, value) in the dtype of cos."""
     from ouro_kernels.rope import rope

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -180,9 +181,12 @@ def test_logit_bias_is_sorted() -> None:
 
 
 def test_seeds() -> None:
-    assert parse(sampling_seed=5).new_seed() == 5
-    assert parse(sampling_seed=-1).new_seed() == UINT64
-    assert parse().new_seed() != parse().new_seed()
+    seeds = random.Random(1)
+    assert parse(sampling_seed=5).new_seed(seeds) == 5
+    assert parse(sampling_seed=-1).new_seed(seeds) == UINT64
+    first, second = parse().new_seed(seeds), parse().new_seed(seeds)
+    assert first != second
+    assert parse().new_seed(random.Random(1)) == first
     samples = [mix_seed(5, index) for index in range(1000)]
     assert samples[0] == 5
     assert len(set(samples)) == 1000

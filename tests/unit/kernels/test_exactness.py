@@ -38,7 +38,9 @@ def check_rows(operation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inner", "outer"), [(64, 192), (256, 768), (704, 256), (256, 2048), (64, 259), (96, 64)])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(64, 192), (256, 768), (704, 256), (256, 2048), (64, 259), (96, 64)]
+)
 def test_linear(dtype: torch.dtype, inner: int, outer: int) -> None:
     weight = torch.randn(outer, inner).to(dtype)
     check_rows(lambda x: linear(x, weight), torch.randn(ROWS, inner).to(dtype))
@@ -54,7 +56,9 @@ def test_linear_of_long_chunks(dtype: torch.dtype, count: int) -> None:
 def test_plain_products_are_not_exact() -> None:
     """The reason for the padding; should this ever fail, the padding can go."""
     weight, x = torch.randn(768, 256), torch.randn(16, 256)
-    assert not torch.equal(torch.nn.functional.linear(x[:1], weight), torch.nn.functional.linear(x, weight)[:1])
+    assert not torch.equal(
+        torch.nn.functional.linear(x[:1], weight), torch.nn.functional.linear(x, weight)[:1]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,7 +105,9 @@ def test_sampling(dtype: torch.dtype, width: int) -> None:
         return kept.masked_fill(kept == -torch.inf, -1e9)
 
     check_rows(filtered, x)
-    check_rows(lambda rows: sampling.sample(rows[:, :-1], (rows[:, -1] * 1e9).long(), (rows[:, 0] * 100).long()), x)
+    check_rows(
+        lambda rows: sampling.sample(rows[:, :-1], (rows[:, -1] * 1e9).long(), (rows[:, 0] * 100).long()), x
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,7 +130,9 @@ def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_di
         for offset in range(lanes - count + 1):
             lane = slice(offset, offset + count)
             width = -(-int(lengths[lane].max()) // TILE) * TILE
-            part = decode_attention(query[lane], keys, values, table[lane, :width], lengths[lane], head_dim**-0.5)
+            part = decode_attention(
+                query[lane], keys, values, table[lane, :width], lengths[lane], head_dim**-0.5
+            )
             assert torch.equal(part, whole[lane]), (count, offset)
     # the same keys under other slot numbers
     shuffle = torch.randperm(lanes * longest)
@@ -150,7 +158,9 @@ def test_prefill_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_d
         values[slots].float().repeat_interleave(heads // kv_heads, 1).transpose(0, 1)[None],
         is_causal=True,
     )[0].transpose(0, 1)
-    torch.testing.assert_close(whole.float(), expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+    torch.testing.assert_close(
+        whole.float(), expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
+    )
     for count in [*range(1, 34), 64, 100]:
         for start in range(0, length - count + 1, 7):
             end = start + count
@@ -174,7 +184,9 @@ def test_decode_attention_agrees_with_prefill(dtype: torch.dtype) -> None:
     )
 
 
-def decide(mode: int, hazards: list[float], looks: list[float], low: int, high: int, q: float, traced: int = 0) -> int:
+def decide(
+    mode: int, hazards: list[float], looks: list[float], low: int, high: int, q: float, traced: int = 0
+) -> int:
     """Loops that one token runs, T = len(hazards)."""
     survival, pending = torch.ones(1), torch.zeros(1, dtype=torch.bool)
     for loop, (hazard, look) in enumerate(zip(hazards, looks, strict=True), 1):

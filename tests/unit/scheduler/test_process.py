@@ -98,6 +98,7 @@ class Client:
             [sys.executable, "-m", "ouro_sgl.scheduler", str(ipc_dir)],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            text=True,
         )
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.send = Sender(self.context, Edge.FRONTEND_TO_SCHEDULER, ipc_dir, bind=False)
@@ -141,14 +142,10 @@ class Client:
 
     def close(self) -> str:
         """End everything; returns what the process wrote to standard error."""
-        assert self.process.stdin is not None and self.process.stderr is not None
-        self.process.stdin.close()
         try:
-            self.process.wait(10)
+            errors = self.process.communicate(timeout=10)[1]  # closes its standard input
         finally:
             self.process.kill()
-            errors = self.process.stderr.read().decode()
-            self.process.stderr.close()
         self.worker.stopping.set()
         if self.worker.ident is not None:
             self.worker.join(10)
@@ -162,8 +159,9 @@ class Client:
 def client(tmp_path: Path) -> Iterator[Client]:
     made = Client(tmp_path)
     yield made
-    made.close()
+    errors = made.close()
     assert made.worker.error is None
+    assert "Traceback" not in errors
 
 
 def request(uid: int, prompt: list[int], **params: object) -> GenerateReq:
@@ -193,13 +191,14 @@ def test_serves_over_its_sockets_and_shuts_down(client: Client) -> None:
     assert client.process.wait(10) == 0
     client.worker.join(10)
     assert client.worker.told_to_stop
-    assert client.close() == ""
 
 
 def test_abort_stop_and_a_patient_flush(client: Client) -> None:
     client.start()
     client.worker.paused.set()
     client.send.send(request(0, [1, 2, 3], max_new_tokens=50))
+    while client.worker.worker.plan_id == 0:
+        time.sleep(0.01)
     client.send.send(AbortReq([0]))
     client.until_finished(1)
     assert client.ends[0] is FinishReason.ABORT
@@ -259,7 +258,5 @@ def test_ends_with_its_parent(tmp_path: Path, started: bool) -> None:
     client = Client(tmp_path)
     if started:
         client.start()
-    assert client.process.stdin is not None
-    client.process.stdin.close()
-    assert client.process.wait(10) == 0
-    client.close()
+    assert client.close() == ""
+    assert client.process.returncode == 0

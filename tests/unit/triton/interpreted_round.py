@@ -54,10 +54,17 @@ def requests() -> list[Request]:
         RowParams(
             **base, temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.7
         ),
-        RowParams(**base, temperature=0.0, bias_ids=[7, 9], bias_values=[100.0, 50.0], min_loops=2, max_loops=3),
+        RowParams(
+            **base, temperature=0.0, bias_ids=[7, 9], bias_values=[100.0, 50.0], min_loops=2, max_loops=3
+        ),
         RowParams(**base, temperature=0.0, end_ids=list(range(0, 250)), min_new_tokens=2),
         RowParams(
-            max_new_tokens=4, temperature=1.0, top_k=1, seed=9, exit_mode=ExitMode.TRACE, exit_trace=[4, 1, 3, 2]
+            max_new_tokens=4,
+            temperature=1.0,
+            top_k=1,
+            seed=9,
+            exit_mode=ExitMode.TRACE,
+            exit_trace=[4, 1, 3, 2],
         ),
     ]
     params[0].top_logprobs_num, params[0].token_ids_logprob = 3, [5, 1]
@@ -69,7 +76,9 @@ def main() -> None:
     torch.set_num_threads(1)
     model = Model(rand_checkpoint(folder))
     config, slots = model.config, 2048
-    settings = WorkerSettings(max_rows=8, max_length=192, rounds_in_flight=2, shared_layout=layout == "shared")
+    settings = WorkerSettings(
+        max_rows=8, max_length=192, rounds_in_flight=2, shared_layout=layout == "shared"
+    )
     rows = Rows(8, 192, 4, config.vocab_size, config.hidden_size, torch.float32, torch.device("cpu"))
     pool = KVPool(config, slots, torch.float32, torch.device("cpu"), poison=True)
     heads = {ExitMode.RANDOM_LOOKAHEAD: random_lookahead_head(0, config.hidden_size)}

@@ -201,9 +201,7 @@ def test_no_more_rounds_are_launched_than_allowed(model: Model, in_flight: int) 
 def test_rows_wait_for_company_at_the_coda_but_at_most_t_rounds(model: Model) -> None:
     """min_coda_batch_size 2: row 0 leaves at loop 1 each time, row 1 runs all loops."""
     worker = make(model, min_coda_batch_size=2)
-    early = RowParams(
-        max_new_tokens=4, temperature=0.0, exit_mode=ExitMode.TRACE, exit_trace=[4, 1, 1, 1]
-    )
+    early = RowParams(max_new_tokens=4, temperature=0.0, exit_mode=ExitMode.TRACE, exit_trace=[4, 1, 1, 1])
     late = RowParams(max_new_tokens=4, temperature=0.0, exit_mode=ExitMode.TRACE, exit_trace=[4, 4, 4, 4])
     worker.apply(numbered(admission(0, 1, [10], early, 0), 1))
     plan = admission(1, 1, [30], late, 300)

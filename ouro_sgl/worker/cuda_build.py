@@ -1,0 +1,144 @@
+"""Memory layout on a CUDA device: everything but the KV pool first, then as many slots as fit."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from ouro_sgl.config import ServerArgs
+from ouro_sgl.errors import ConfigError
+from ouro_sgl.messages import Chunk, Segment, WorkerReady
+from ouro_sgl.worker import build
+from ouro_sgl.worker.build import Checkpoint
+from ouro_sgl.worker.cuda_executor import CudaExecutor
+from ouro_sgl.worker.kv_pool import KVPool, requested_slots
+from ouro_sgl.worker.prefill import Prompt
+from ouro_sgl.worker.rows import Rows
+from ouro_sgl.worker.sampler import LogprobWish
+from ouro_sgl.worker.worker import Worker, WorkerSettings
+
+DEFAULT_FRACTION = 0.9
+DEFAULT_RESERVE = 256 << 20
+GRAPH_RESERVE = 1 << 30
+
+
+def build_cuda(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, WorkerReady]:
+    """A worker on the GPU, with the Triton kernels (``--attention-backend triton``).
+
+    Raises:
+        ConfigError: too little memory, with the figures and what to lower.
+    """
+    if args.attention_backend == "torch":
+        raise ConfigError("--attention-backend torch is the CPU's; a GPU worker takes triton")
+    chunk = args.chunked_prefill_size or build.CUDA_CHUNK
+    slots = requested_slots(args, checkpoint.config, checkpoint.slot_bytes)
+    if slots is None:
+        slots = fitting_slots(args, checkpoint, chunk)
+    build.check_slots(slots, checkpoint)
+    settings = build.make_settings(args, checkpoint, slots, build.CUDA_MAX_ROWS, build.CUDA_ROUNDS_IN_FLIGHT)
+    rows = build.make_rows(settings, checkpoint)
+    pool = KVPool(
+        checkpoint.config, slots, checkpoint.dtype, checkpoint.device, poison=args.debug_poison_slots
+    )
+    executor = make_executor(args, checkpoint, settings, rows, pool, chunk, graphs=with_graphs(args))
+    info = {
+        "attention_backend": "triton",
+        "cuda_graphs": executor.graphs,
+        "single_stream": bool(args.single_stream),
+        "device_name": torch.cuda.get_device_name(checkpoint.device),
+        "chunked_prefill_size": chunk,
+    }
+    return build.finish(rows, pool, executor, settings, checkpoint, info)
+
+
+def with_graphs(args: ServerArgs) -> bool:
+    return args.cuda_graphs is not False and args.static_buffers is not False
+
+
+def make_executor(
+    args: ServerArgs,
+    checkpoint: Checkpoint,
+    settings: WorkerSettings,
+    rows: Rows,
+    pool: KVPool,
+    chunk: int,
+    *,
+    graphs: bool,
+) -> CudaExecutor:
+    return CudaExecutor(
+        checkpoint.model,
+        rows,
+        pool,
+        checkpoint.heads,
+        min_coda_batch_size=settings.min_coda_batch_size,
+        max_chunk=chunk,
+        blocks=settings.rounds_in_flight + 1,
+        graphs=graphs,
+        max_graph_rows=args.cuda_graph_max_bs,
+        max_graphs=args.cuda_graph_max_graphs,
+        static_buffers=args.static_buffers is not False,
+        single_stream=bool(args.single_stream),
+        power_of_two=bool(args.pad_to_power_of_two),
+    )
+
+
+def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
+    """Slots that fit the budget, by measuring everything else: static buffers and one largest chunk
+    are really allocated and run on a pool of one chunk, then freed."""
+    device = checkpoint.device
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    loops = checkpoint.config.total_loops
+    probe_tokens = min(chunk, checkpoint.context)
+    probe = build.make_settings(
+        args, checkpoint, checkpoint.context * loops, build.CUDA_MAX_ROWS, build.CUDA_ROUNDS_IN_FLIGHT
+    )
+    rows = build.make_rows(probe, checkpoint)
+    pool = KVPool(checkpoint.config, probe_tokens * loops, checkpoint.dtype, device)
+    executor = make_executor(args, checkpoint, probe, rows, pool, chunk, graphs=False)
+    torch.cuda.reset_peak_memory_stats(device)
+    _run_largest_chunk(executor, rows, probe_tokens, loops, checkpoint)
+    peak = torch.cuda.max_memory_allocated(device) - probe_tokens * loops * checkpoint.slot_bytes
+    del executor, pool, rows
+    gc.collect()
+    torch.cuda.empty_cache()
+
+    # What the allocator holds but does not use is ours to use; what others hold is not.
+    free, _ = torch.cuda.mem_get_info(device)
+    foreign = total - free - torch.cuda.memory_reserved(device)
+    fraction = args.mem_fraction_static or DEFAULT_FRACTION
+    reserve = DEFAULT_RESERVE if args.memory_reserve_bytes is None else args.memory_reserve_bytes
+    graphs = 0
+    if with_graphs(args):
+        asked = args.cuda_graph_memory_reserve_bytes
+        graphs = GRAPH_RESERVE if asked is None else asked
+    budget = int(total * fraction) - foreign - reserve - graphs - peak
+    if budget < 2 * loops * checkpoint.slot_bytes:
+        gib = 1 / (1 << 30)
+        raise ConfigError(
+            f"no memory is left for KV: {fraction:.0%} of {total * gib:.1f} GiB, less {peak * gib:.1f} GiB "
+            f"for weights, buffers and a chunk of {chunk} tokens, {foreign * gib:.1f} GiB of others, "
+            f"{reserve * gib:.2f} GiB --memory-reserve-bytes and {graphs * gib:.2f} GiB for graphs; lower "
+            "--chunked-prefill-size, --max-running-requests or --context-length, or raise "
+            "--mem-fraction-static"
+        )
+    return budget // checkpoint.slot_bytes
+
+
+def _run_largest_chunk(
+    executor: CudaExecutor, rows: Rows, tokens: int, loops: int, checkpoint: Checkpoint
+) -> None:
+    with executor.prefilling():
+        prompt = Prompt(
+            0,
+            0,
+            torch.zeros(tokens, dtype=torch.int64, device=checkpoint.device),
+            0,
+            0,
+            LogprobWish(0, ()),
+        )
+        rows.set_prompt_slots(0, 0, list(range(tokens * loops)))
+    chunk = Chunk(0, [Segment(0, 0, 0, tokens, [])])
+    executor.launch_chunk(chunk, {0: prompt}, lambda: None).result()
+    torch.cuda.synchronize()
