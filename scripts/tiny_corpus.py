@@ -7,6 +7,7 @@ Needs nothing but the standard library.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import zlib
@@ -39,7 +40,6 @@ from tiny_facts import (
     UNKNOWN_ANSWERS,
     WORDS,
 )
-import itertools
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SYSTEM_PROMPTS = (
@@ -196,6 +196,7 @@ def variables_exchange(rng: Rng, problem: str) -> Exchange:
     return asked.format(problem, name), f"{name} = {values[name]}."
 
 
+CONTESTS = ("election", "game", "war", "race", "cup", "prize")
 SWAP_COLOURS = ("red", "blue", "green", "white", "black", "yellow", "pink", "brown")
 
 
@@ -660,7 +661,7 @@ def unknown(rng: Rng) -> Exchange:
                     f"Tell me about {capital(made_up)}.",
                 )
             ),
-            f"Who won the {rng.choice(('election', 'game', 'war', 'race', 'cup', 'prize'))} in {rng.randint(1800, 2030)}?",
+            f"Who won the {rng.choice(CONTESTS)} in {rng.randint(1800, 2030)}?",
             f"What happened in {rng.randint(1000, 2030)}?",
         )
     )

@@ -1,7 +1,8 @@
 """Train ouro-tiny: corpus, tokenizer, looped model, exit gate, lookahead head, checkpoint.
 
-    python scripts/train_tiny.py --out ouro_sgl/assets/ouro-tiny            # minutes on one GPU
-    python scripts/train_tiny.py --out ouro_sgl/assets/ouro-tiny --gate-only  # refit gate and lookahead head
+    python scripts/train_tiny.py --out ouro_sgl/assets/ouro-tiny --time-limit 310   # six minutes on one H200
+    python scripts/train_tiny.py --out ouro_sgl/assets/ouro-tiny --gate-only        # stages 2 and 3 again
+    python bench/quality.py                                                         # look at the result
 
 The stages follow "Scaling Latent Reasoning via Looped Language Models" (arXiv 2510.25741):
 
@@ -47,7 +48,8 @@ TRAINED, GENERATED = 1, 2  # bits of a token's flag
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
-    "+ '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "+ '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 
@@ -320,7 +322,7 @@ def exit_distribution(gate_logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_depths(flags: Tensor, generator: torch.Generator) -> Tensor:
-    """Exit depths [B, S]: prompts run all loops; in half of the rows a third of the generated tokens leave early."""
+    """Exit depths [B, S]: in half of the rows a third of the generated tokens leaves early."""
     shape, device = flags.shape, flags.device
     early = torch.randint(1, LOOPS, shape, generator=generator, device=device)
     leaves = torch.rand(shape, generator=generator, device=device) < 1 / 3
@@ -414,7 +416,8 @@ def stage_one(
             by_loop_shared = shared_losses[chosen].mean(0).tolist()
             seconds = time.monotonic() - started
             print(
-                f"step {step:6d}  {seconds:6.1f} s  {(step + 1) * batch_rows * ROW_LENGTH / seconds / 1e6:5.2f} Mtok/s"
+                f"step {step:6d}  {seconds:6.1f} s"
+                f"  {(step + 1) * batch_rows * ROW_LENGTH / seconds / 1e6:5.2f} Mtok/s"
                 f"  loss by loop {' '.join(f'{x:.4f}' for x in by_loop)}"
                 f"  shared {' '.join(f'{x:.4f}' for x in by_loop_shared)}"
                 f"  exit pdf {' '.join(f'{x:.2f}' for x in mean_p)}",
@@ -491,135 +494,33 @@ def stage_two(model: TinyOuro, states: Tensor, gains: Tensor) -> None:
     )
 
 
-def fit_lookahead(model: TinyOuro, states: Tensor) -> dict[str, Tensor]:
-    """The lookahead head, fp32: after loop r it gives the gate's exit CDF after loop r + 1."""
+def gate_cdf(model: TinyOuro, states: Tensor) -> Tensor:
+    """F(1..LOOPS) of the gate, fp32 [N, LOOPS], from states [N, LOOPS, HIDDEN]."""
     with torch.no_grad():
         hazards = torch.sigmoid(model.model.early_exit_gate(states).squeeze(-1))
-        cdf = 1 - (1 - hazards).cumprod(-1)
+        return torch.cat([1 - (1 - hazards[:, :-1]).cumprod(-1), torch.ones_like(hazards[:, :1])], -1)
+
+
+def fit_lookahead(model: TinyOuro, states: Tensor) -> dict[str, Tensor]:
+    """The lookahead head, fp32: after loop r it gives the gate's F(r + 1)."""
+    cdf = gate_cdf(model, states)
     weight, bias = fit_logistic(states[:, : LOOPS - 2].flatten(0, 1), cdf[:, 1 : LOOPS - 1].flatten())
     return {"weight": weight.cpu(), "bias": bias.cpu()}
 
 
-# --------------------------------------------------------------------------- plain decoding, to look at the result
-
-
-@torch.no_grad()
-def generate(
-    model: TinyOuro,
-    prompts: list[list[int]],
-    threshold: float,
-    *,
-    max_new_tokens: int,
-    max_loops: int = LOOPS,
-    layout: str = "last_exited",
-    end_ids: tuple[int, ...] = (0, 2),
-) -> list[tuple[list[int], list[int]]]:
-    """Greedy output ids and exit depths of each prompt under exit mode ``ouro``, all in one batch."""
-    device = model.lm_head.weight.device
-    dtype = model.lm_head.weight.dtype
-    count, longest = len(prompts), max(map(len, prompts))
-    total = longest + max_new_tokens
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    ids = torch.zeros(count, longest, dtype=torch.long, device=device)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
-    cos, sin = rope_tables(total, device)
-    cache = torch.zeros(LOOPS, LAYERS, 2, count, HEADS, total, HEAD_DIM, device=device, dtype=dtype)
-    causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-    nothing = torch.zeros(1, dtype=torch.bool, device=device)
-    h = model.model.embed_tokens(ids)
-    for loop in range(LOOPS):
-        for i, layer in enumerate(model.model.layers):
-            h, (k, v) = layer(h, cos[:longest], sin[:longest], causal, nothing, None, None)
-            cache[loop, i, 0, :, :, :longest], cache[loop, i, 1, :, :, :longest] = k, v
-        h = model.model.norm(h)
-    if layout == "shared":
-        cache[:] = cache[-1:].clone()
-    rows = torch.arange(count, device=device)
-    tokens = model.lm_head(h[rows, lengths - 1]).float().argmax(-1)
-    outputs: list[tuple[list[int], list[int]]] = [([], []) for _ in prompts]
-    depths = torch.full((count,), LOOPS, device=device)
-    done = [False] * count
-    for step in range(max_new_tokens):
-        for row, (token, depth) in enumerate(zip(tokens.tolist(), depths.tolist(), strict=True)):
-            if not done[row]:
-                outputs[row][0].append(token)
-                outputs[row][1].append(depth)
-                done[row] = token in end_ids
-        if all(done) or step == max_new_tokens - 1:
-            break
-        positions = lengths + step
-        seen = (torch.arange(total, device=device) <= positions[:, None])[:, None, None]
-        h = model.model.embed_tokens(tokens)[:, None]
-        kept = torch.zeros_like(h)
-        survival = torch.ones(count, device=device)
-        live = torch.ones(count, dtype=torch.bool, device=device)
-        for loop in range(max_loops):
-            for i, layer in enumerate(model.model.layers):
-                where = cos[positions][:, None, None], sin[positions][:, None, None]
-                q, k, v = layer.self_attn.qkv(layer.input_layernorm(h), *where)
-                # A row that has left keeps what it wrote: deeper loops read its exit loop's K/V.
-                for part, new in enumerate((k, v)):
-                    old = cache[loop, i, part, rows, :, positions]
-                    written = torch.where(live[:, None, None], new[:, :, 0], old)
-                    deeper = slice(None) if layout == "shared" else slice(loop, None)
-                    cache[deeper, i, part, rows, :, positions] = written[:, None]
-                read = cache[loop, i]
-                h = layer.finish(h, F.scaled_dot_product_attention(q, read[0], read[1], attn_mask=seen))
-            h = model.model.norm(h)
-            kept = torch.where(live[:, None, None], h, kept)
-            depths = torch.where(live, loop + 1, depths)
-            hazard = torch.sigmoid(model.gate([h])[:, 0, 0])
-            survival = survival * (1 - hazard)
-            if threshold < 1:
-                live &= 1 - survival < threshold
-        tokens = model.lm_head(kept[:, 0]).float().argmax(-1)
-    return outputs
-
-
-SAMPLE_QUESTIONS = (
-    "Hello!",
-    "Who are you?",
-    "What is the capital of France?",
-    "what color is the sky",
-    "What is 7 + 5?",
-    "What is 345 + 278?",
-    "What is 7 + 12 - 4 + 9?",
-    "Tell me a story about a cat.",
-    "What sound does a dog make?",
-    "What is the opposite of hot?",
-    "Sort these numbers: 42, 7, 19",
-    "How do planes fly?",
-)
-SAMPLE_TEXTS = ("Once upon a time", "The capital of France is", "What is 2 + 2?", "12 + 30 =")
-
-
-def report(model: TinyOuro, tokenizer: Tokenizer, per_kind: int) -> None:
-    """Accuracy on held-out problems by loops, threshold and layout, and sample replies."""
-    items = tiny_corpus.held_out_items(seed=7, per_kind=per_kind)
-    prompts = [tokenizer.encode(tiny_corpus.chat_prompt(item.question)).ids for item in items]
-    settings = [(1.0, loops, "last_exited") for loops in range(1, LOOPS + 1)]
-    settings += [(q / 10, LOOPS, layout) for layout in ("last_exited", "shared") for q in range(2, 11)]
-    kinds = list(tiny_corpus.HARD)
-    print("threshold loops layout       depth   all " + " ".join(f"{kind[:8]:>8}" for kind in kinds))
-    for threshold, loops, layout in settings:
-        outputs = generate(model, prompts, threshold, max_new_tokens=32, max_loops=loops, layout=layout)
-        right = [item.is_right(tokenizer.decode(ids)) for item, (ids, _) in zip(items, outputs, strict=True)]
-        depths = [depth for _, all_depths in outputs for depth in all_depths[1:]]
-        by_kind = [
-            np.mean([ok for item, ok in zip(items, right, strict=True) if item.kind == kind])
-            for kind in kinds
-        ]
-        print(
-            f"{threshold:9.1f} {loops:5d} {layout:12} {np.mean(depths):5.2f} {np.mean(right):5.2f} "
-            + " ".join(f"{x:8.2f}" for x in by_kind)
-        )
-    texts = [*map(tiny_corpus.chat_prompt, SAMPLE_QUESTIONS), *SAMPLE_TEXTS]
-    prompts = [tokenizer.encode(text).ids for text in texts]
-    for threshold in (0.3, 0.5, 1.0):
-        outputs = generate(model, prompts, threshold, max_new_tokens=100)
-        for text, (ids, depths) in zip((*SAMPLE_QUESTIONS, *SAMPLE_TEXTS), outputs, strict=True):
-            print(f"[{threshold}] {text!r} -> {tokenizer.decode(ids)!r}\n      {depths}")
+def print_trade_off(model: TinyOuro, lookahead: dict[str, Tensor], states: Tensor, losses: Tensor) -> None:
+    """Mean depth and loss by threshold, of single tokens that read full-depth K/V."""
+    gate = gate_cdf(model, states)
+    seen = torch.sigmoid(states @ lookahead["weight"][0].to(states) + lookahead["bias"].to(states))
+    ahead = torch.cat([torch.zeros_like(seen[:, :1]), seen[:, : LOOPS - 2], torch.ones_like(seen[:, :1])], -1)
+    print("threshold   gate: depth   loss   lookahead: depth   loss")
+    for threshold in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+        cells = []
+        for cdf in (gate, ahead):
+            loop = (cdf >= threshold).float().argmax(-1)  # the first that reaches it
+            loss = losses.gather(1, loop[:, None]).mean()
+            cells += [f"{loop.float().mean() + 1:.2f}", f"{loss:.4f}"]
+        print("{:9.1f}{:>14}{:>9}{:>16}{:>9}".format(threshold, *cells))
 
 
 # --------------------------------------------------------------------------- checkpoint
@@ -694,10 +595,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=300_000, help="rows of the corpus")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (both optimizers)")
     parser.add_argument("--workers", type=int, default=16, help="processes that make the corpus")
+    parser.add_argument("--gate-rows", type=int, default=4000, help="rows of new text for stages 2 and 3")
     parser.add_argument("--gate-tokens", type=int, default=200_000, help="tokens of stages 2 and 3")
-    parser.add_argument(
-        "--per-kind", type=int, default=20, help="held-out problems per kind in the report; 0: none"
-    )
     parser.add_argument(
         "--gate-only", action="store_true", help="keep the model in --out, redo stages 2 and 3"
     )
@@ -713,28 +612,27 @@ def main() -> None:
         model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     else:
         tokenizer = train_tokenizer(args.seed, min(100_000, args.rows * 5))
-    rows = make_rows(tokenizer, args.seed, args.rows, args.workers, args.device)
-    print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokenizer.get_vocab_size()} token ids, "
-        f"{int((rows.numbers != 255).sum()):,} corpus tokens ({int((rows.flags & TRAINED).sum()):,} trained), "
-        f"{time.monotonic() - started:.0f} s",
-        flush=True,
-    )
-    if not args.gate_only:
+        rows = make_rows(tokenizer, args.seed, args.rows, args.workers, args.device)
+        print(
+            f"{sum(p.numel() for p in model.parameters()):,} parameters, "
+            f"{tokenizer.get_vocab_size()} token ids, {int((rows.numbers != 255).sum()):,} corpus tokens "
+            f"({int((rows.flags & TRAINED).sum()):,} trained), {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
         stage_one(model, rows, args.steps, args.time_limit, args.batch_rows, args.lr, args.seed)
         print(f"stage 1 done, {time.monotonic() - started:.0f} s", flush=True)
         torch.compiler.set_stance("force_eager")  # the later stages run other shapes a few times
     with torch.no_grad():  # what is served is rounded to bf16; everything after sees that
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
+    rows = make_rows(tokenizer, args.seed + 1, args.gate_rows, args.workers, args.device)
     states, losses, gains = frozen_features(model, rows, args.gate_tokens, min(args.batch_rows, 32))
-    print("loss by loop (bf16 weights)", " ".join(f"{x:.4f}" for x in losses.mean(0).tolist()))
+    print("loss by loop (bf16 weights, new text)", " ".join(f"{x:.4f}" for x in losses.mean(0).tolist()))
     stage_two(model, states, gains)
-    save(args.out, model, tokenizer, fit_lookahead(model, states))
+    lookahead = fit_lookahead(model, states)
+    print_trade_off(model, lookahead, states, losses)
+    save(args.out, model, tokenizer, lookahead)
     print(f"saved, {time.monotonic() - started:.0f} s", flush=True)
-    if args.per_kind:
-        report(model, tokenizer, args.per_kind)
-    print(f"done, {time.monotonic() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

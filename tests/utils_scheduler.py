@@ -184,7 +184,8 @@ class FakeWorker:
         row = self.rows[grant.row]
         if row.epoch != grant.epoch or row.state == "done":
             return
-        assert grant.start == row.granted_until and grant.widths
+        assert grant.start == row.granted_until
+        assert grant.widths
         assert sum(grant.widths) == len(grant.slots)
         at = 0
         for width in grant.widths:
@@ -202,7 +203,8 @@ class FakeWorker:
         assert row.granted_until <= running + 2 * self.config.rounds_in_flight
 
     def _chunk(self, chunk: Chunk) -> None:
-        assert chunk.chunk_id == self.chunk_id + 1 and chunk.segments
+        assert chunk.chunk_id == self.chunk_id + 1
+        assert chunk.segments
         self.chunk_id = chunk.chunk_id
         assert sum(s.end - s.start for s in chunk.segments) <= self.config.chunked_prefill_size
         assert len(self.chunks) < self.config.max_chunks_ahead
@@ -210,7 +212,8 @@ class FakeWorker:
         for segment in chunk.segments:
             self._take(segment.slots)
             row = self.rows[segment.row]
-            assert row.epoch == segment.epoch and row.state == "prefill"
+            assert row.epoch == segment.epoch
+            assert row.state == "prefill"
             assert segment.start == row.prefilled < segment.end <= row.prompt_len
             size = segment.end - segment.start
             assert len(segment.slots) == self.loops * size
@@ -447,14 +450,17 @@ class Simulation:
         """What the frontend would do with a batch, and what it relies on."""
         for started in batch.started:
             answer = self.answers[started.uid]
-            assert answer.started is None and answer.finished is None
+            assert answer.started is None
+            assert answer.finished is None
             answer.started = started
         assert len(set(batch.uids)) == len(batch.uids) == len(batch.counts)
         assert sum(batch.counts) == len(batch.token_ids) == len(batch.exit_depths)
         at = 0
         for uid, count in zip(batch.uids, batch.counts, strict=True):
             answer = self.answers[uid]
-            assert answer.started is not None and answer.finished is None and count > 0
+            assert answer.started is not None
+            assert answer.finished is None
+            assert count > 0
             answer.tokens += batch.token_ids[at : at + count]
             answer.depths += batch.exit_depths[at : at + count]
             assert (uid in batch.logprobs) == answer.message.params.logprobs
@@ -465,7 +471,8 @@ class Simulation:
         for finished in batch.finished:
             answer = self.answers[finished.uid]
             assert answer.finished is None, f"a second terminal message for {finished.uid}"
-            assert finished.reason and finished.num_tokens <= len(answer.tokens)
+            assert finished.reason
+            assert finished.num_tokens <= len(answer.tokens)
             answer.finished = finished
             self.queue.pop(finished.uid, None)
 
@@ -517,7 +524,8 @@ class Simulation:
         assert answer.tokens[:count] == tokens[:count]
         assert answer.depths[:count] == depths[:count]
         if finished.status is not None:
-            assert count == 0 and finished.message
+            assert count == 0
+            assert finished.message
         elif finished.reason is FinishReason.ABORT:
             assert answer.aborted
         elif finished.reason is FinishReason.STOP_STRING:
@@ -538,7 +546,8 @@ class Simulation:
             None if p == 0 else prompt_logprob(prefix_hash(prompt[:p]), prompt[p])
             for p in range(start, len(prompt))
         ]
-        assert found is not None and (found.start, found.values) == (start, values)
+        assert found is not None
+        assert (found.start, found.values) == (start, values)
 
 
 def make_config(**changes: object) -> SchedulerConfig:

@@ -9,6 +9,7 @@ worker's events show that nothing can touch them.
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,9 +86,9 @@ class Placed:
 class Model:
     """A checkpoint folder loaded once, for any number of workers."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.config: OuroConfig = load_config(folder)
-        self.weights: Weights = load_weights(folder, self.config, dtype, "cpu")
+        self.weights: Weights = load_weights(folder, self.config, dtype, device)
         self.model = OuroModel(self.config, self.weights)
         self.lookahead = load_lookahead_head(folder, self.config.hidden_size)
         self.dtype = dtype
@@ -142,7 +143,8 @@ class Driver:
         self.results = [Result() for _ in requests]
         waiting = list(range(len(requests)))
         self.random.shuffle(waiting)
-        for _ in range(200_000):
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
             if not waiting and not self.rows:
                 assert self.worker.idle or self._drain(requests)
                 return self.results
@@ -167,7 +169,7 @@ class Driver:
         return self.eager or self.random.random() < probability
 
     def _drain(self, requests: list[Request]) -> bool:
-        for _ in range(100):
+        for _ in range(1000):
             events = self.worker.step()
             if events is not None:
                 self._take(events, requests)

@@ -39,6 +39,7 @@ class Request:
         self.order = (-message.priority, arrival)  # the queue's order
         self.state = RequestState.WAITING
         self.generated_need = generated_need  # slots of all generated positions
+        self.least_need = 0  # slots of its whole life if the cache held all of the prompt that it may
         # First position that is never run: the last output token has no K/V.
         self.position_limit = len(message.input_ids) + max(message.params.max_new_tokens - 1, 0)
 

@@ -101,11 +101,14 @@ class Scheduler:
             self._refuse(message.uid, problem, 400)
             return
         limit = self.config.max_queued_requests
-        if limit is not None and len(self.waiting) >= limit and not self._row_for_next():
+        # A request that a free row can take in the next step does not count as one that waits.
+        if limit is not None and len(self.waiting) >= limit + len(self._free_rows):
             self._refuse(message.uid, f"the queue is full: {limit} requests wait", 503)
             return
         need = self.layout.generated_need(message.params)
         request = Request(message, self._arrivals, need, self.config.total_loops)
+        best = request.match_limit if self.config.radix_cache else 0
+        request.least_need = self.layout.need(len(request.input_ids), best, need)
         self._arrivals += 1
         self.requests[request.uid] = request
         leader = None if message.leader is None else self.requests.get(message.leader)
@@ -190,12 +193,10 @@ class Scheduler:
                 if end == len(request.input_ids) and request.state is RequestState.PREFILL:
                     self._finish_prompt(request)
         for index, (row, epoch) in enumerate(zip(events.rows, events.epochs, strict=True)):
-            request_or_none = self._rows[row]
-            # A stale epoch, or a row that the host has ended: what it still produced is dropped.
-            if request_or_none is None or request_or_none.epoch != epoch:
-                continue
-            if request_or_none.state is not RequestState.DRAINING:
-                self._take_token(request_or_none, events, index)
+            current = self._rows[row]
+            # What a row that is gone, or that the host has ended, still produced is dropped.
+            if current and current.epoch == epoch and current.state is not RequestState.DRAINING:
+                self._take_token(current, events, index)
         if self._draining:
             self._drain(events.applied_plan, events.retired_chunk)
 
@@ -291,11 +292,10 @@ class Scheduler:
         """Put ``request`` on a row if one is free and everything it will ever need can be promised."""
         if not self._free_rows:
             return Verdict.STOP
-        prompt_len = len(request.input_ids)
         available = self.pool.available
-        best = request.match_limit if self.config.radix_cache else 0
-        if self.layout.need(prompt_len, best, request.generated_need) > available:
-            return Verdict.NO_ROOM  # whatever the cache holds of it
+        if request.least_need > available:
+            return Verdict.NO_ROOM
+        prompt_len = len(request.input_ids)
         node, cached = self._match(request)
         need = self.layout.need(prompt_len, cached, request.generated_need)
         if need + self.pool.radix.lock_cost(node) > available:
@@ -560,10 +560,6 @@ class Scheduler:
                 f"KV slots, more than the {self.config.num_slots} that there are"
             )
         return None
-
-    def _row_for_next(self) -> bool:
-        """Whether the next request would not have to wait."""
-        return bool(self._free_rows) and not len(self.waiting)
 
     def _refuse(self, uid: int, message: str, status: int) -> None:
         self.stats.refused += 1

@@ -12,7 +12,9 @@ def test_a_draw_evicts_what_is_cached_and_unlocked() -> None:
     assert pool.available == 8
     pool.reserve(6)
     drawn = pool.draw(6)
-    assert len(set(drawn)) == 6 and pool.radix.cached == 0 and not node.locks
+    assert len(set(drawn)) == 6
+    assert pool.radix.cached == 0
+    assert not node.locks
     pool.check(drawn, [], 0)
 
 

@@ -50,7 +50,8 @@ def test_splitting_a_locked_node_keeps_its_locks() -> None:
     tree.lock(node)
     tree.lock(node)
     upper, _ = tree.match([1, 2, 9], 3, None)
-    assert upper is not None and upper is not node
+    assert upper is not None
+    assert upper is not node
     assert (upper.locks, node.locks, tree.evictable) == (2, 2, 0)
     tree.lock(upper)
     tree.unlock(node)
@@ -90,7 +91,8 @@ def test_aliased_columns_are_owned_once() -> None:
     node = tree.extend(None, [5, 6], [[1, 2], [1, 3]], None)
     assert (node.size, tree.cached) == (3, 3)
     upper, _ = tree.match([5], 1, None)
-    assert upper is not None and (upper.size, node.size) == (1, 2)
+    assert upper is not None
+    assert (upper.size, node.size) == (1, 2)
     assert sorted(tree.evict(3)) == [1, 2, 3]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ouro_sgl.config import ServerArgs
 from ouro_sgl.errors import IntegrityError
 from ouro_sgl.messages import (
     ControlOp,
@@ -12,7 +13,9 @@ from ouro_sgl.messages import (
     RowParams,
     StepPlan,
     TopLogprobs,
+    WorkerReady,
 )
+from ouro_sgl.scheduler.config import SchedulerConfig
 from ouro_sgl.scheduler.scheduler import FLUSH_PATIENCE, Scheduler
 from tests.utils_scheduler import Simulation, expected_output, make_config
 
@@ -44,6 +47,22 @@ def token(scheduler: Scheduler, position: int, depth: int, reason: int = 0, toke
     scheduler.check_integrity()
 
 
+# --------------------------------------------------------------------------- settings
+
+
+def test_settings_are_resolved_against_the_worker() -> None:
+    ready = WorkerReady(4, 97, 512, 600, 8, 2, False, {"device": "cpu"})
+    config = SchedulerConfig.resolve(ServerArgs(), ready)
+    assert (config.total_loops, config.num_slots, config.max_rows, config.rounds_in_flight) == (4, 600, 8, 2)
+    assert (config.chunked_prefill_size, config.max_chunks_ahead, config.radix_cache) == (512, 2, True)
+    ready.server_info["device"] = "cuda:0"
+    assert SchedulerConfig.resolve(ServerArgs(), ready).chunked_prefill_size == 4096
+    args = ServerArgs(kv_layout="shared", chunked_prefill_size=7, max_prefill_batches_before_decode=3)
+    config = SchedulerConfig.resolve(args, ready)
+    assert (config.chunked_prefill_size, config.max_chunks_ahead, config.radix_cache) == (7, 4, False)
+    assert not SchedulerConfig.resolve(ServerArgs(disable_radix_cache=True), ready).radix_cache
+
+
 # --------------------------------------------------------------------------- plans
 
 
@@ -71,7 +90,9 @@ def test_grants_run_ahead_and_stop_at_the_limit() -> None:
     for position in range(5, 11):
         token(scheduler, position, 2)
         plan = scheduler.step()
-        granted += [] if plan is None else [p for g in plan.grants for p in range(g.start, g.start + len(g.widths))]
+        granted += (
+            [] if plan is None else [p for g in plan.grants for p in range(g.start, g.start + len(g.widths))]
+        )
     assert granted == [9, 10, 11]
     token(scheduler, 11, 1, FinishReason.LENGTH)
     assert scheduler.step() is None
@@ -146,7 +167,9 @@ def test_what_can_never_fit_is_refused_with_the_numbers(layout: str) -> None:
     assert batch is not None
     (finished,) = batch.finished
     assert (finished.reason, finished.status, finished.num_tokens) == (FinishReason.ERROR, 400, 0)
-    assert finished.message is not None and "40" in finished.message and str(len(prompt)) in finished.message
+    assert finished.message is not None
+    assert "40" in finished.message
+    assert str(len(prompt)) in finished.message
     scheduler.add(GenerateReq(1, prompt, RowParams(max_new_tokens=fits)))
     assert len(plan_of(scheduler).admits) == 1
 
@@ -156,7 +179,8 @@ def test_malformed_requests_are_refused() -> None:
     scheduler.add(GenerateReq(0, [], RowParams(max_new_tokens=1)))
     scheduler.add(GenerateReq(1, [1], RowParams(max_new_tokens=3, exit_trace=[4, 1])))
     batch = scheduler.take_output()
-    assert batch is not None and [f.status for f in batch.finished] == [400, 400]
+    assert batch is not None
+    assert [f.status for f in batch.finished] == [400, 400]
     assert scheduler.idle
 
 
@@ -166,10 +190,16 @@ def test_a_full_queue_answers_503() -> None:
         scheduler.add(GenerateReq(uid, PROMPT, RowParams(max_new_tokens=2)))
         scheduler.step()
     batch = scheduler.take_output()
-    assert batch is not None and [(f.uid, f.status) for f in batch.finished] == [(2, 503)]
+    assert batch is not None
+    assert [(f.uid, f.status) for f in batch.finished] == [(2, 503)]
     scheduler.abort([1])
+    scheduler.step()
     scheduler.add(GenerateReq(3, PROMPT, RowParams(max_new_tokens=2)))
     assert set(scheduler.requests) == {0, 3}
+    scheduler = Scheduler(make_config(max_rows=2, max_queued_requests=0))
+    for uid in range(3):
+        scheduler.add(GenerateReq(uid, PROMPT, RowParams(max_new_tokens=2)))
+    assert set(scheduler.requests) == {0, 1}  # both go at once, so neither waits
 
 
 # --------------------------------------------------------------------------- endings
@@ -192,7 +222,8 @@ def test_an_aborted_row_drains_before_anything_is_reused() -> None:
     free = len(scheduler.pool.allocator)
     scheduler.abort([0, 99])
     batch = scheduler.take_output()
-    assert batch is not None and batch.finished[0].reason is FinishReason.ABORT
+    assert batch is not None
+    assert batch.finished[0].reason is FinishReason.ABORT
     scheduler.add(GenerateReq(1, PROMPT, RowParams(max_new_tokens=1)))
     plan = plan_of(scheduler)
     assert [(r.row, r.epoch) for r in plan.releases] == [(0, 1)]
@@ -215,7 +246,8 @@ def test_an_aborted_prompt_waits_for_its_chunk_too() -> None:
     plan_of(scheduler)
     scheduler.abort([0])
     plan = plan_of(scheduler)
-    assert plan.releases and not plan.chunks
+    assert plan.releases
+    assert not plan.chunks
     scheduler.process_events(RoundEvents(plan.plan_id, 0, 1))
     assert not scheduler.idle
     scheduler.process_events(RoundEvents(plan.plan_id, 0, 2))
@@ -228,8 +260,10 @@ def test_an_abort_in_the_queue_is_answered_at_once() -> None:
     scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=1)))
     scheduler.abort([0])
     batch = scheduler.take_output()
-    assert batch is not None and batch.finished[0].reason is FinishReason.ABORT
-    assert scheduler.idle and scheduler.step() is None
+    assert batch is not None
+    assert batch.finished[0].reason is FinishReason.ABORT
+    assert scheduler.idle
+    assert scheduler.step() is None
 
 
 def test_stop_cuts_the_output() -> None:
@@ -268,7 +302,8 @@ def test_stop_beyond_the_known_tokens_is_cut_and_logged(caplog: pytest.LogCaptur
     token(scheduler, 4, 4)
     scheduler.stop(0, 5)
     batch = scheduler.take_output()
-    assert batch is not None and batch.finished[0].num_tokens == 1
+    assert batch is not None
+    assert batch.finished[0].num_tokens == 1
     assert "stop of request 0 after 5 tokens" in caplog.text
 
 
@@ -320,7 +355,7 @@ def test_a_second_prompt_reuses_the_first_but_computes_its_last_token() -> None:
     sim = Simulation(make_config())
     first = sim.submit(list(range(20)))
     sim.run_until_done()
-    same, longer = sim.submit(list(range(20))), sim.submit(list(range(10)) + [99])
+    same, longer = sim.submit(list(range(20))), sim.submit([*list(range(10)), 99])
     sim.run_until_done()
     cached = [sim.answers[uid].finished.cached_tokens for uid in (first, same, longer)]  # type: ignore[union-attr]
     assert cached == [0, 19, 10]
@@ -336,7 +371,9 @@ def test_prompts_of_one_token_and_the_cache_of_a_chunked_prompt() -> None:
     assert cached == [0, 0, 0, 49]
 
 
-@pytest.mark.parametrize(("start", "cached"), [(None, 19), (0, 0), (1, 0), (2, 1), (10, 9), (20, 19), (25, 19)])
+@pytest.mark.parametrize(
+    ("start", "cached"), [(None, 19), (0, 0), (1, 0), (2, 1), (10, 9), (20, 19), (25, 19)]
+)
 def test_prompt_logprobs_bound_the_match(start: int | None, cached: int) -> None:
     sim = Simulation(make_config())
     sim.submit(list(range(20)))
@@ -344,10 +381,12 @@ def test_prompt_logprobs_bound_the_match(start: int | None, cached: int) -> None
     uid = sim.submit(list(range(20)), prompt_logprob_start=start, top_logprobs_num=2, logprobs=True)
     sim.run_until_done()
     answer = sim.answers[uid]
-    assert answer.started is not None and answer.started.cached_tokens == cached
+    assert answer.started is not None
+    assert answer.started.cached_tokens == cached
     found = answer.started.prompt_logprobs
     if start is not None and start < 20:
-        assert found is not None and len(found.tops) == len(found.values) == 20 - start
+        assert found is not None
+        assert len(found.tops) == len(found.values) == 20 - start
         assert found.tops.count(None) == (1 if start == 0 else 0)
 
 
@@ -429,7 +468,8 @@ def test_flush_is_refused_while_anything_runs_or_waits() -> None:
     cached = scheduler.pool.radix.cached
     scheduler.control(ControlReq(1, ControlOp.FLUSH_CACHE), now=0.0)
     (reply,) = scheduler.take_replies(now=0.0)
-    assert not reply.ok and "1 requests run, 0 wait" in reply.message
+    assert not reply.ok
+    assert "1 requests run, 0 wait" in reply.message
     assert scheduler.pool.radix.cached == cached
     scheduler = Scheduler(make_config())
     scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=3)))
@@ -456,7 +496,8 @@ def test_flush_gives_up_after_its_patience() -> None:
     scheduler.control(ControlReq(1, ControlOp.FLUSH_CACHE), now=5.0)
     assert scheduler.take_replies(now=5.0 + FLUSH_PATIENCE / 2) == []
     (reply,) = scheduler.take_replies(now=5.0 + FLUSH_PATIENCE)
-    assert not reply.ok and "1 end" in reply.message
+    assert not reply.ok
+    assert "1 end" in reply.message
 
 
 def test_info_adds_up() -> None:

@@ -1,0 +1,95 @@
+"""The whole CUDA worker: against the reference model in fp32, and against itself in every mode."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ouro_sgl.models.reference import ReferenceModel
+from ouro_sgl.models.weights import load_weights
+from ouro_sgl.worker.worker import WorkerSettings
+from tests.gpu.cuda_driver import CudaModel, Mode
+from tests.models import rand_checkpoint
+from tests.reference.test_exactness import make_requests
+from tests.reference.test_worker_reference import add_lookahead, on_an_edge, random_params
+from tests.worker_driver import Request, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+LENGTH = 256
+MODES = [
+    Mode(),
+    Mode(graphs=False),
+    Mode(single_stream=True),
+    Mode(power_of_two=True),
+    Mode(graphs=False, static_buffers=False, single_stream=True),
+]
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CudaModel:
+    folder = rand_checkpoint(
+        tmp_path_factory.mktemp("rand"),
+        hidden=128,
+        intermediate=256,
+        heads=4,
+        kv_heads=2,
+        dtype=request.param,
+    )
+    add_lookahead(folder, 128)
+    made = CudaModel(folder, getattr(torch, request.param))
+    made.folder = folder
+    return made
+
+
+@pytest.mark.parametrize("model", ["float32"], indirect=True)
+@pytest.mark.parametrize("shared", [False, True], ids=["last_exited", "shared"])
+def test_tokens_and_depths_equal_the_reference(model: CudaModel, shared: bool) -> None:
+    rng = random.Random(5)
+    weights = load_weights(model.folder, model.config, torch.float32, "cpu")
+    reference = ReferenceModel(model.config, weights, lookahead=model.lookahead)
+    requests = []
+    for _ in range(25 if shared else 60):
+        length = rng.choice([1, 2, 17, 63, 64, 65, 100, 130])
+        params = random_params(rng, model.config.total_loops)
+        if shared:
+            params.max_new_tokens = min(params.max_new_tokens, 8)
+        requests.append(Request([rng.randrange(259) for _ in range(length)], params))
+    settings = WorkerSettings(max_rows=8, max_length=LENGTH, rounds_in_flight=3, shared_layout=shared)
+    excused = 0
+    for request, result in zip(requests, run(model, requests, settings, seed=3, max_chunk=48), strict=True):
+        expected = reference.generate(
+            request.input_ids, request.params, "shared" if shared else "last_exited"
+        )
+        if (result.token_ids, result.exit_depths) != (expected.output_ids, expected.exit_depths):
+            assert on_an_edge(expected, result, request.params), (request, result, expected.exit_depths)
+            excused += 1
+    assert excused <= 1
+
+
+@pytest.mark.parametrize("model", ["bfloat16", "float32"], indirect=True)
+@pytest.mark.parametrize("shared", [False, True], ids=["last_exited", "shared"])
+def test_any_schedule_and_mode_gives_the_same_bits(model: CudaModel, shared: bool) -> None:
+    requests = make_requests(16, seed=1)
+    plain = WorkerSettings(max_rows=1, max_length=LENGTH, shared_layout=shared)
+    expected = [run(model, [r], plain, max_chunk=512, eager=True)[0].comparable() for r in requests]
+    assert sum(len(result[0]) for result in expected) > 60
+    for index, mode in enumerate(MODES):
+        model.mode = mode
+        for seed in (index, index + 100):
+            rng = random.Random(seed)
+            settings = WorkerSettings(
+                max_rows=rng.choice([3, 8, 16]),
+                max_length=LENGTH,
+                rounds_in_flight=rng.choice([1, 2, 4, 8]),
+                shared_layout=shared,
+                min_coda_batch_size=rng.choice([1, 1, 3]),
+            )
+            got = run(
+                model, requests, settings, seed, max_chunk=rng.choice([7, 64, 300]), reuse_prefixes=not shared
+            )
+            for place, (result, wanted) in enumerate(zip(got, expected, strict=True)):
+                assert result.comparable() == wanted, (mode, seed, place)
+    model.mode = Mode()
