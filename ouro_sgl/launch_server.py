@@ -51,10 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, check, serve. A refusal is one line on standard error and exit code 2."""
     try:
         args = cli.parse_args(sys.argv[1:] if argv is None else argv)
-        if args.chat_template is not None:
-            raise ConfigError(
-                "--chat-template: this version of the server has no chat route that would use it"
-            )
         launch.check_port(args.host, args.port)
         args = launch.resolve(args)
         return run(args)

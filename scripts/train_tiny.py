@@ -1,8 +1,8 @@
 """Train ouro-tiny: corpus, tokenizer, looped model, exit gate, lookahead head, checkpoint.
 
-    python scripts/train_tiny.py --out ouro_sgl/assets/ouro-tiny --time-limit 310   # six minutes on one H200
-    python scripts/train_tiny.py --out ouro_sgl/assets/ouro-tiny --gate-only        # stages 2 and 3 again
-    python bench/quality.py                                                         # look at the result
+    python scripts/train_tiny.py --out ouro_sgl/assets/ouro-tiny              # six minutes on one H200
+    python scripts/train_tiny.py --out ouro_sgl/assets/ouro-tiny --gate-only  # stages 2 and 3 again
+    python bench/quality.py                                                   # look at the result
 
 The stages follow "Scaling Latent Reasoning via Looped Language Models" (arXiv 2510.25741):
 
@@ -578,6 +578,8 @@ def save(out: Path, model: TinyOuro, tokenizer: Tokenizer, lookahead: dict[str, 
     }
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     save_file(lookahead, out / "lookahead.safetensors", metadata={"format": "pt"})
+    for file in out.iterdir():
+        file.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
 def main() -> None:
@@ -587,12 +589,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=5000, help="optimizer steps of stage 1")
+    parser.add_argument("--steps", type=int, default=20_000, help="optimizer steps of stage 1 at most")
     parser.add_argument(
-        "--time-limit", type=float, default=600.0, help="seconds after which stage 1 ends early"
+        "--time-limit", type=float, default=310.0, help="seconds after which stage 1 ends early"
     )
     parser.add_argument("--batch-rows", type=int, default=128, help=f"rows of {ROW_LENGTH} tokens per step")
-    parser.add_argument("--rows", type=int, default=300_000, help="rows of the corpus")
+    parser.add_argument("--rows", type=int, default=230_000, help="rows of the corpus")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (both optimizers)")
     parser.add_argument("--workers", type=int, default=16, help="processes that make the corpus")
     parser.add_argument("--gate-rows", type=int, default=4000, help="rows of new text for stages 2 and 3")

@@ -5,6 +5,8 @@ A template is data of a stranger: it runs in Jinja's sandbox and cannot reach Py
 
 from __future__ import annotations
 
+import datetime
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +24,15 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """JSON as templates of chat models expect it: Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
 def _source(folder: Path, settings: Mapping[str, Any], template_file: Path | None) -> str:
     if template_file is None and (folder / "chat_template.jinja").is_file():
         template_file = folder / "chat_template.jinja"
@@ -31,6 +42,8 @@ def _source(folder: Path, settings: Mapping[str, Any], template_file: Path | Non
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat template {template_file} cannot be read: {error}") from None
     source = settings.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = next((t.get("template") for t in source if t.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ConfigError(f"{folder} has no chat template; name a file with --chat-template")
     return source
@@ -53,25 +66,43 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.globals["raise_exception"] = _raise_exception
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        environment.filters["tojson"] = _to_json
+        self.source = _source(folder, settings, template_file)
         try:
-            self._template = environment.from_string(_source(folder, settings, template_file))
+            self._template = environment.from_string(self.source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template of {folder} is not valid: {error}") from None
         self._special = {name: _text(settings.get(name)) for name in SPECIAL_TOKENS}
+        self.eos_token = self._special["eos_token"]
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt that asks for the next message of the assistant.
 
         Args:
             messages: each with ``role`` and ``content``.
+            tools: descriptions of the functions that the assistant may call.
+            variables: further variables for the template.
 
         Raises:
             RequestError: the template refuses these messages.
         """
+        scope = {
+            **self._special,
+            **(variables or {}),
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": True,
+        }
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
-        except jinja2.TemplateError as error:
+            return self._template.render(scope)
+        except Exception as error:
+            # A template is a program: a message that it was not written for can make it fail in any way.
             raise RequestError(f"the chat template refuses these messages: {error}") from None
 
 

@@ -57,8 +57,16 @@ class WindowDetokenizer:
     output continues a prompt, so an ``anchor`` (an ordinary token, or nothing) stands in front of it.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, skip_special: bool, anchor: list[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        skip_special: bool,
+        anchor: list[int],
+        hidden: frozenset[int] = frozenset(),
+    ) -> None:
+        """``hidden``: ids that show nothing, whatever ``skip_special`` says."""
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._skip_special = skip_special
         self._settled = list(anchor)  # tokens whose text has been handed out (or is the anchor's)
         self._settled_text = self._decode(anchor)
@@ -72,6 +80,8 @@ class WindowDetokenizer:
         return "".join([self._feed_one(token_id) for token_id in ids])
 
     def _feed_one(self, token_id: int) -> str:
+        if token_id in self._hidden:
+            return ""
         text = self._decode([*self._settled, *self._pending, token_id])
         if text == self._text:
             return ""  # shows nothing; keeping it would let the window grow without end

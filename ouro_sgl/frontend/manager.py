@@ -283,12 +283,18 @@ class TokenizerManager:
             self.release(call)
 
     async def submit(
-        self, body: GenerateBody, *, max_sequences: int | None = None, probe: bool = False
+        self,
+        body: GenerateBody,
+        *,
+        max_sequences: int | None = None,
+        keep_markers: bool = False,
+        probe: bool = False,
     ) -> Call:
         """Check a request and send it to the scheduler. The caller must :meth:`release` the call.
 
         Args:
             max_sequences: prompts times samples; None: any number.
+            keep_markers: texts show the markers of a chat answer, see :meth:`Tokenizer.detokenizer`.
             probe: a health check, which no counter shows.
 
         Raises:
@@ -299,7 +305,7 @@ class TokenizerManager:
             expanded = expand(body, limits, max_sequences)
             await self._tokenize(expanded.prompts, limits)
             # From here on nothing awaits: ids are checked and taken, and all is sent, at once.
-            call, requests = self._make_call(body, expanded)
+            call, requests = self._make_call(body, expanded, keep_markers)
         except RequestError:
             self.metrics.refused.inc()
             raise
@@ -364,7 +370,9 @@ class TokenizerManager:
         else:
             encode()
 
-    def _make_call(self, body: GenerateBody, expanded: Expanded) -> tuple[Call, list[GenerateReq]]:
+    def _make_call(
+        self, body: GenerateBody, expanded: Expanded, keep_markers: bool
+    ) -> tuple[Call, list[GenerateReq]]:
         samples = expanded.samples
         rids = expanded.rids
         if rids is None:
@@ -409,6 +417,7 @@ class TokenizerManager:
                         self.tokenizer,
                         SequenceLogprobs(texts, params) if prompt.logprobs else None,
                         bool(body.return_prompt_token_ids),
+                        keep_markers,
                     )
                 )
                 requests.append(

@@ -87,6 +87,7 @@ class Sequence:
         params: as sent to the scheduler.
         logprobs: collects log-probabilities, if the client asked for them.
         return_prompt_ids: the answer repeats the prompt's ids.
+        keep_markers: the text shows the tokenizer's markers, see :meth:`Tokenizer.detokenizer`.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Sequence:
         tokenizer: Tokenizer,
         logprobs: SequenceLogprobs | None,
         return_prompt_ids: bool,
+        keep_markers: bool = False,
     ) -> None:
         self.uid = uid
         self.rid = rid
@@ -123,7 +125,8 @@ class Sequence:
         self._latency: float | None = None
         self._tokenizer = tokenizer
         self._skip_special = sampling.skip_special_tokens
-        self._detokenizer = tokenizer.detokenizer(self._skip_special)
+        self._keep_markers = keep_markers
+        self._detokenizer = tokenizer.detokenizer(self._skip_special, keep_markers)
         self._decoded = 0  # output tokens given to the detokenizer
         self._pieces: list[str] = []
         self._matcher = StopMatcher(sampling.stops, params.min_new_tokens) if sampling.stops else None
@@ -242,6 +245,6 @@ class Sequence:
         if self._logprobs is not None:
             self._logprobs.truncate(num_tokens)
         if num_tokens < self._decoded:
-            self._detokenizer = self._tokenizer.detokenizer(self._skip_special)
+            self._detokenizer = self._tokenizer.detokenizer(self._skip_special, self._keep_markers)
             self._pieces = []
             self._decoded = 0

@@ -15,6 +15,9 @@ import tokenizers
 from ouro_sgl.errors import ConfigError
 from ouro_sgl.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
+# What structures a chat answer. Some checkpoints declare these tokens special, others do not.
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
 
 def _byte_alphabet() -> dict[str, int]:
     """The character that stands for each byte in a byte-level vocabulary, to the byte."""
@@ -54,8 +57,12 @@ class Tokenizer:
             raise ConfigError(f"{path}: token id {largest} is not below the model's vocab_size {vocab_size}")
         self._tables: dict[bool, list[bytes]] | None = None
         self._anchor: list[int] = []
+        markers = {self._tokenizer.token_to_id(marker) for marker in MARKERS}
+        self._hidden = frozenset(self._special_ids() - markers)  # with keep_markers
         if _is_byte_level(definition["decoder"]):
             self._tables = self._byte_tables(vocab_size)
+            everything = self._tables[False]
+            self._marked_table = [b"" if i in self._hidden else data for i, data in enumerate(everything)]
         else:
             self._anchor = self._find_anchor()
         self.longest_token = self._longest_token(definition)
@@ -66,10 +73,17 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """A detokenizer for one sequence."""
+    def detokenizer(self, skip_special_tokens: bool, keep_markers: bool = False) -> Detokenizer:
+        """A detokenizer for one sequence.
+
+        Args:
+            keep_markers: show the :data:`MARKERS` even when special tokens are skipped.
+        """
+        marked = skip_special_tokens and keep_markers
         if self._tables is not None:
-            return ByteDetokenizer(self._tables[skip_special_tokens])
+            return ByteDetokenizer(self._marked_table if marked else self._tables[skip_special_tokens])
+        if marked:
+            return WindowDetokenizer(self._tokenizer, False, self._anchor, self._hidden)
         return WindowDetokenizer(self._tokenizer, skip_special_tokens, self._anchor)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
@@ -83,6 +97,17 @@ class Tokenizer:
         """Text of one token by itself; U+FFFD where it holds a part of a character."""
         detokenizer = self.detokenizer(skip_special_tokens=False)
         return detokenizer.feed((token_id,)) + detokenizer.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token, a part of a character included where the tokenizer tells them."""
+        if self._tables is not None:
+            return self._tables[False][token_id]
+        return self.token_text(token_id).encode("utf-8")
+
+    def special_id(self, token: str) -> int | None:
+        """Id of the special token that is written ``token``, if there is one."""
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id if token_id in self._special_ids() else None
 
     def _byte_tables(self, vocab_size: int) -> dict[bool, list[bytes]]:
         """Bytes of every id, by ``skip_special_tokens``."""

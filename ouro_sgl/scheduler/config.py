@@ -32,16 +32,13 @@ class SchedulerConfig:
     @classmethod
     def resolve(cls, args: ServerArgs, ready: WorkerReady) -> SchedulerConfig:
         """What the settings and the facts of a worker that is ready come to."""
-        chunk = args.chunked_prefill_size
-        if chunk is None:
-            on_gpu = str(ready.server_info.get("device", "cpu")).startswith("cuda")
-            chunk = 4096 if on_gpu else 512
         return cls(
             total_loops=ready.total_loops,
             num_slots=ready.num_slots,
             max_rows=ready.max_rows,
             rounds_in_flight=ready.rounds_in_flight,
-            chunked_prefill_size=chunk,
+            # The worker has resolved it: its memory and graphs are made for chunks of this size.
+            chunked_prefill_size=int(ready.server_info["chunked_prefill_size"]),
             kv_layout=args.kv_layout,
             max_prefill_tokens=args.max_prefill_tokens,
             max_chunks_ahead=args.max_prefill_batches_before_decode + 1,

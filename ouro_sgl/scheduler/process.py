@@ -124,7 +124,6 @@ class SchedulerProcess:
                     "radix_cache": config.radix_cache,
                     "radix_insert_generated": config.radix_insert_generated,
                     "schedule_policy": config.schedule_policy,
-                    "chunked_prefill_size": config.chunked_prefill_size,
                     "max_prefill_tokens": config.max_prefill_tokens,
                 },
             )

@@ -168,7 +168,7 @@ class CudaRounds:
         self._model, self._rows, self._pool = model, rows, pool
         self._min_coda = min_coda_batch_size
         self._buckets = buckets
-        self._capacity = rows.max_rows
+        self._capacity = max(rows.max_rows, 8)  # the event block's last line holds two numbers
         self._static_buffers = static_buffers
         config, device = model.config, model.device
         # o and down split K, in every bucket alike: at few rows one split leaves SMs without work

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 SHORT_LENGTH = 2048  # up to here splits of SHORT_SPLIT tokens, beyond of LONG_SPLIT
-SHORT_SPLIT = 128
+SHORT_SPLIT = 256
 LONG_SPLIT = 512
 
 

@@ -36,8 +36,8 @@ from ouro_sgl.messages import (
 from ouro_sgl.scheduler.config import SchedulerConfig
 from tests.utils_scheduler import FakeWorker, expected_output
 
-ARGS = ServerArgs(chunked_prefill_size=16, context_length=200, max_queued_requests=1000)
-READY = WorkerReady(4, 97, 512, 600, 8, 2, False, {"device": "cpu"})
+ARGS = ServerArgs(context_length=200, max_queued_requests=1000)
+READY = WorkerReady(4, 97, 512, 600, 8, 2, False, {"device": "cpu", "chunked_prefill_size": 16})
 WAIT_MS = 30_000
 
 

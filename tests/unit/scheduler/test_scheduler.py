@@ -51,15 +51,13 @@ def token(scheduler: Scheduler, position: int, depth: int, reason: int = 0, toke
 
 
 def test_settings_are_resolved_against_the_worker() -> None:
-    ready = WorkerReady(4, 97, 512, 600, 8, 2, False, {"device": "cpu"})
+    ready = WorkerReady(4, 97, 512, 600, 8, 2, False, {"chunked_prefill_size": 300})
     config = SchedulerConfig.resolve(ServerArgs(), ready)
     assert (config.total_loops, config.num_slots, config.max_rows, config.rounds_in_flight) == (4, 600, 8, 2)
-    assert (config.chunked_prefill_size, config.max_chunks_ahead, config.radix_cache) == (512, 2, True)
-    ready.server_info["device"] = "cuda:0"
-    assert SchedulerConfig.resolve(ServerArgs(), ready).chunked_prefill_size == 4096
-    args = ServerArgs(kv_layout="shared", chunked_prefill_size=7, max_prefill_batches_before_decode=3)
+    assert (config.chunked_prefill_size, config.max_chunks_ahead, config.radix_cache) == (300, 2, True)
+    args = ServerArgs(kv_layout="shared", max_prefill_batches_before_decode=3)
     config = SchedulerConfig.resolve(args, ready)
-    assert (config.chunked_prefill_size, config.max_chunks_ahead, config.radix_cache) == (7, 4, False)
+    assert (config.max_chunks_ahead, config.radix_cache) == (4, False)
     assert not SchedulerConfig.resolve(ServerArgs(disable_radix_cache=True), ready).radix_cache
 
 
