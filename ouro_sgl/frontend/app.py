@@ -1,4 +1,4 @@
-"""The HTTP application: a raw ASGI route for ``/generate`` in front of the FastAPI routes.
+"""The HTTP application: raw ASGI routes for all that generates, in front of the FastAPI routes.
 
 The front also does what every route needs: the API key and the limit on bodies. It reads a body whole
 before anything looks at it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -15,6 +16,8 @@ import orjson
 
 from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.manager import Call, TokenizerManager
+from ouro_sgl.frontend.openai.job import Job
+from ouro_sgl.frontend.openai.routes import PATHS, OpenAIRoutes, openai_error
 from ouro_sgl.frontend.routes import error_body, make_routes, schema_error_body
 from ouro_sgl.frontend.schema import SchemaError, decode_body
 
@@ -50,11 +53,15 @@ class Application:
         manager: answers the requests.
         api_key: bearer token that all but the health routes ask for; None: open.
         max_body_bytes: a longer body gets 413.
+
+    Raises:
+        ConfigError: the chat template that the settings name cannot be used.
     """
 
     def __init__(self, manager: TokenizerManager, api_key: str | None, max_body_bytes: int) -> None:
         self._manager = manager
         self._routes = make_routes(manager)
+        self._openai = OpenAIRoutes(manager)
         self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
         self._max_body_bytes = max_body_bytes
 
@@ -67,7 +74,7 @@ class Application:
                 return
         method = scope["method"]
         if method not in ("POST", "PUT", "PATCH"):
-            if path == "/generate":
+            if path == "/generate" or path in PATHS:
                 await _send_json(send, 405, {"detail": "Method Not Allowed"})
             else:
                 await self._routes(scope, receive, send)
@@ -81,6 +88,12 @@ class Application:
             return
         if path == "/generate" and method != "PATCH":
             await self._generate(scope, body, receive, send)
+            return
+        if path in PATHS:
+            if method == "POST":
+                await self._complete(path, scope, body, receive, send)
+            else:
+                await _send_json(send, 405, {"detail": "Method Not Allowed"})
             return
         if body:
             # FastAPI's parser lets through what is not JSON in UTF-8, NaN and half characters among it.
@@ -140,6 +153,58 @@ class Application:
         finally:
             watch.close()
             self._manager.release(call)
+
+    async def _complete(self, path: str, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """An OpenAI route."""
+        try:
+            _check_content_type(scope)
+            job = self._openai.job(path, body, int(time.time()))
+            call = await self._manager.submit(
+                job.body, max_sequences=MAX_SEQUENCES, keep_markers=job.keep_markers
+            )
+        except RequestError as error:
+            await _send_json(send, error.status, openai_error(error))
+            return
+        watch = _DisconnectWatch(receive, call)
+        try:
+            await (self._stream_chunks if job.stream else self._answer_job)(job, call, send)
+        finally:
+            watch.close()
+            self._manager.release(call)
+
+    async def _answer_job(self, job: Job, call: Call, send: Send) -> None:
+        try:
+            answers = await call.answer()
+        except ClientGone:
+            return
+        except RequestError as error:
+            await _send_json(send, error.status, openai_error(error))
+            return
+        self._manager.release(call)
+        await _send_json(send, 200, job.answer(answers if isinstance(answers, list) else [answers]))
+
+    async def _stream_chunks(self, job: Job, call: Call, send: Send) -> None:
+        started = False
+        try:
+            async for answer in call.snapshots():
+                # What fails before the first token is still told by the status.
+                if not started:
+                    await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                    started = True
+                chunks = job.chunks(answer)
+                if chunks:
+                    await send({"type": "http.response.body", "body": _events(chunks), "more_body": True})
+        except ClientGone:
+            return
+        except RequestError as error:
+            if started:
+                event = _events([{"error": openai_error(error)}])
+                await send({"type": "http.response.body", "body": event + DONE})
+            else:
+                await _send_json(send, error.status, openai_error(error))
+            return
+        self._manager.release(call)
+        await send({"type": "http.response.body", "body": _events(job.last_chunks()) + DONE})
 
     async def _answer(self, call: Call, send: Send) -> None:
         try:
@@ -229,6 +294,11 @@ async def _send_json(send: Send, status: int, payload: Any) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def _events(payloads: list[dict[str, Any]]) -> bytes:
+    """Server-sent events, one for each payload."""
+    return b"".join([b"data: " + orjson.dumps(payload) + b"\n\n" for payload in payloads])
 
 
 async def _send_stream_error(send: Send, error: RequestError, *, started: bool) -> None:

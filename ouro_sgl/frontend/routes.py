@@ -1,4 +1,4 @@
-"""Every HTTP route but ``/generate``, as a FastAPI application."""
+"""Every HTTP route that does not generate, as a FastAPI application."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ import ouro_sgl
 from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.manager import TokenizerManager
 from ouro_sgl.frontend.metrics import CONTENT_TYPE
-from ouro_sgl.frontend.openapi import describe_generate
+from ouro_sgl.frontend.openai.protocol import ModelCard, ModelList
+from ouro_sgl.frontend.openai.routes import describe_openai, model_card
+from ouro_sgl.frontend.openapi import REFS, describe_generate
 from ouro_sgl.frontend.sampling import check_ids
 from ouro_sgl.frontend.sequence import WEIGHT_VERSION
 from ouro_sgl.models.config import read_json
@@ -27,8 +29,6 @@ PROBE_TIMEOUT = 20.0  # seconds
 
 # Routes of SGLang that this version does not serve: method, path.
 REFUSED_ROUTES = (
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/chat/completions"),
     ("POST", "/pause_generation"),
     ("POST", "/continue_generation"),
     ("GET", "/start_profile"),
@@ -88,11 +88,11 @@ def schema_error_body(message: str) -> dict[str, Any]:
 
 
 def make_routes(manager: TokenizerManager) -> FastAPI:
-    """The application; ``/generate`` is only documented in it."""
+    """The application; the routes that generate are only documented in it."""
     app = FastAPI(
         title="ouro_sgl",
         version=ouro_sgl.__version__,
-        description=f"Serving {manager.model_name}: the native routes of SGLang, for a looped model.",
+        description=f"Serving {manager.model_name}: the routes of SGLang, for a looped model.",
         redoc_url=None,
     )
     _add_error_handlers(app)
@@ -108,8 +108,10 @@ def make_routes(manager: TokenizerManager) -> FastAPI:
         if app.openapi_schema is None:
             schema = make_schema()
             path, models = describe_generate()
-            schema["paths"] = {"/generate": path, **schema["paths"]}
-            schema.setdefault("components", {}).setdefault("schemas", {}).update(models)
+            openai_paths, openai_models = describe_openai(REFS)
+            schema["paths"] = {"/generate": path, **openai_paths, **schema["paths"]}
+            components = schema.setdefault("components", {}).setdefault("schemas", {})
+            components.update(models | openai_models)
         return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
@@ -221,16 +223,20 @@ def _add_info(app: FastAPI, manager: TokenizerManager) -> None:
         }
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        card = {
-            "id": manager.model_name,
-            "object": "model",
-            "created": manager.created,
-            "owned_by": "ouro_sgl",
-            "root": args.model_path,
-            "max_model_len": manager.limits().served_length,
-        }
-        return {"object": "list", "data": [card]}
+    async def models() -> ModelList:
+        return ModelList(data=[model_card(manager)])
+
+    @app.get("/v1/models/{model:path}", response_model=ModelCard)
+    async def model(model: str) -> ModelCard | JSONResponse:
+        if model != manager.model_name:
+            error = {
+                "message": f"The model {model!r} does not exist",
+                "type": "invalid_request_error",
+                "param": "model",
+                "code": "model_not_found",
+            }
+            return JSONResponse({"error": error}, 404)
+        return model_card(manager)
 
 
 def _add_actions(app: FastAPI, manager: TokenizerManager) -> None:

@@ -63,12 +63,12 @@ async def serve(args: ServerArgs, ipc_dir: Path, children: Callable[[], str | No
         Exit code: 0 after a signal, 1 when a process of the server died.
 
     Raises:
-        ConfigError: the port, the tokenizer or the exit trace file cannot be used.
+        ConfigError: the port, the tokenizer, the chat template or the exit trace file cannot be used.
     """
     manager = TokenizerManager(args, ipc_dir)
+    app = Application(manager, args.api_key, args.max_body_bytes)
     listener = _listen(args.host, args.port)
     manager.start()
-    app = Application(manager, args.api_key, args.max_body_bytes)
     server = _Server(
         uvicorn.Config(
             app,

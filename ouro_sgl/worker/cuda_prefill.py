@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from ouro_kernels.sampling import log_softmax
 from ouro_kernels.triton_ops import norm
 from ouro_kernels.triton_ops.prefill import PrefillBlocks, prefill_attention
+from ouro_kernels.triton_ops.sampling import log_sum_exp
 
 from ouro_sgl.messages import Chunk, ChunkLogprobs, Segment
 from ouro_sgl.models.ouro import OuroModel
@@ -207,7 +207,7 @@ class CudaPrefill:
             logits = self._linear(
                 "lm_head", states[begin - 1 - piece.start : end - 1 - piece.start], self._model.lm_head
             )
-            values = log_softmax(logits.float())
+            values = logits.float() - log_sum_exp(logits).unsqueeze(1)
             chosen = values.gather(1, prompt.token_ids[begin:end].unsqueeze(1)).squeeze(1)
             asked = wish.top or wish.ids
             pending.append(

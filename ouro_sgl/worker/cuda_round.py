@@ -233,7 +233,7 @@ class CudaRounds:
         self._block_best_id, self._block_drawn_id = ints(capacity, blocks), ints(capacity, blocks)
         self._block_bad = ints(capacity, blocks)
         self._tokens, self._bad = ints(capacity), ints(capacity)
-        self._logprobs = numbers(capacity, kind=fp32)
+        self._logprobs, self._log_sums = numbers(capacity, kind=fp32), numbers(capacity, kind=fp32)
         self._events = ints(EVENT_LINES, capacity, kind=torch.int64)
 
     def _attention_programs(self) -> int:
@@ -297,16 +297,17 @@ class CudaRounds:
             self._count,
             self._work.table_index,
             self._work.length,
-            self._work.tile_start,
-            self._work.tile_lane,
-            self._work.tile_split,
-            self._work.num_tiles,
+            self._work.first_item,
+            self._work.item_lane,
+            self._work.item_start,
+            self._work.num_items,
+            self._work.item_span,
             rows.max_rows,
             table_stride,
             BR=block_rows,
-            SHORT_LENGTH=attention.SHORT_LENGTH,
-            SHORT_SPLIT=attention.SHORT_SPLIT,
-            LONG_SPLIT=attention.LONG_SPLIT,
+            TILE=attention.TILE,
+            GROUP=attention.GROUP,
+            FINE_TILES=attention.FINE_TILES,
         )
         self._core(bucket)
         state.finish_core_kernel[(bucket,)](
@@ -488,6 +489,7 @@ class CudaRounds:
             self._block_bad,
             self._tokens,
             self._logprobs,
+            self._log_sums,
             self._bad,
             vocab,
             blocks,
@@ -502,7 +504,8 @@ class CudaRounds:
         if not asking:
             return None
         vocab = self._model.config.vocab_size
-        values = torch.log_softmax(self._logits[: bucket * vocab].view(bucket, vocab), -1)
+        # not torch's log_softmax, whose order of summation depends on a row's address
+        values = self._logits[: bucket * vocab].view(bucket, vocab) - self._log_sums[:bucket].unsqueeze(1)
         most = max(wish.top for wish in asking.values())
         named = sorted({token for wish in asking.values() for token in wish.ids})
         best, ids = torch.sort(values, dim=-1, descending=True, stable=True)

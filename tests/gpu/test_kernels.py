@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from ouro_kernels.norm import rms_norm
+from ouro_kernels.triton_ops import attention
+from ouro_kernels.triton_ops.attention import WorkList
 
 pytestmark = pytest.mark.gpu
 
@@ -118,38 +120,44 @@ def lanes(
     return query, keys, values, table, index, torch.tensor(lengths, dtype=torch.int32, device="cuda")
 
 
+def make_work(lengths: list[int], span: int, heads: int, head_dim: int) -> WorkList:
+    """The list that ``begin_round_kernel`` would make, with items of ``span`` tokens."""
+    items = [(lane, at) for lane, length in enumerate(lengths) for at in range(0, length, span)]
+    work = WorkList(max(len(lengths), len(items)), max(lengths), heads, head_dim, torch.device("cuda"))
+    work.table_index, work.length = work.table_index[: len(lengths)], work.length[: len(lengths)]
+    work.length[:] = torch.tensor(lengths)
+    work.table_index[:] = torch.arange(len(lengths))
+    starts = [next(i for i, item in enumerate(items) if item[0] == lane) for lane in range(len(lengths))]
+    work.first_item[: len(lengths)] = torch.tensor(starts)
+    work.item_lane[: len(items)] = torch.tensor([lane for lane, _ in items])
+    work.item_start[: len(items)] = torch.tensor([at for _, at in items])
+    work.num_items[0], work.item_span[0] = len(items), span
+    return work
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 16, 128), (4, 2, 64), (4, 2, 16)])
 def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
     """Right, and bit-identical alone and in company."""
-    from ouro_kernels.triton_ops import attention
-
     lengths = [1, 31, 128, 129, 1000, 2048, 2049, 5000]
     query, keys, values, table, index, length = lanes(lengths, heads, kv_heads, head_dim, dtype)
     scale = head_dim**-0.5
 
-    def run(chosen: list[int]) -> torch.Tensor:
-        work = attention.WorkList(len(chosen), table.shape[1], heads, head_dim, query.device)
-        tiles = []
-        for place, lane in enumerate(chosen):
-            size = attention.SHORT_SPLIT if lengths[lane] <= attention.SHORT_LENGTH else attention.LONG_SPLIT
-            work.tile_start[place] = len(tiles)
-            tiles += [(place, split) for split in range(-(-lengths[lane] // size))]
-            work.table_index[place], work.length[place] = index[lane], length[lane]
-        work.tile_lane[: len(tiles)] = torch.tensor([tile[0] for tile in tiles])
-        work.tile_split[: len(tiles)] = torch.tensor([tile[1] for tile in tiles])
-        work.num_tiles[0] = len(tiles)
+    def run(chosen: list[int], span: int) -> torch.Tensor:
+        work = make_work([lengths[lane] for lane in chosen], span, heads, head_dim)
+        work.table_index[:] = index[chosen]
         work.partial.fill_(torch.nan)
         count = torch.tensor([len(chosen)], dtype=torch.int32, device="cuda")
         out = poisoned(len(chosen), heads, head_dim, dtype=dtype)
         attention.decode_attention(query[chosen], keys, values, table, work, count, out, scale, 500)
         return out
 
-    whole = run(list(range(len(lengths))))
+    whole = run(list(range(len(lengths))), attention.GROUP)
     expected = attention.decode_attention_twin(query, keys, values, table, index, length, scale)
     assert relative_error(whole, expected) < tolerance(dtype)
     for lane in range(len(lengths)):
-        assert torch.equal(run([lane])[0], whole[lane]), lengths[lane]
+        for span in (attention.GROUP, attention.TILE):
+            assert torch.equal(run([lane], span)[0], whole[lane]), (lengths[lane], span)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

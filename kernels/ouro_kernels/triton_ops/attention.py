@@ -1,9 +1,12 @@
 """Decode attention at page size 1 over a device-built work list.
 
-A lane's keys are split by the lane's OWN length only (``split_size``), each split is one work item
-per head, and the partial results are merged in split order: neighbours cannot change a bit. The
-list is built once per round on the device and read by all layers; programs are persistent, so one
-captured launch serves any lengths. Slot offsets are int64.
+Bits: a lane's keys are cut into tiles of ``TILE`` tokens at absolute positions and groups of
+``GROUP`` tokens. Each tile has its own maximum, sum and weighted values; the tiles of a group are
+merged in order, then the groups in order, always by ``_merge``. Who computes what may depend on the
+batch: a work item is one tile (few lanes: more programs) or one group (many lanes: fewer partial
+results), and both give the same chain of operations. The list is built once per round on the device
+and read by all layers; programs are persistent, so one captured launch serves any lengths. Slot
+offsets are int64.
 """
 
 from __future__ import annotations
@@ -11,21 +14,20 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-SHORT_LENGTH = 2048  # up to here splits of SHORT_SPLIT tokens, beyond of LONG_SPLIT
-SHORT_SPLIT = 256
-LONG_SPLIT = 512
-
-
-def max_tiles_per_lane(max_length: int) -> int:
-    """Work items per head that one lane can have."""
-    short = triton.cdiv(min(max_length, SHORT_LENGTH), SHORT_SPLIT)
-    return max(short, triton.cdiv(max_length, LONG_SPLIT))
+TILE = 32
+GROUP = 512
+FINE_TILES = 768  # up to so many tiles in a round, an item is a tile
 
 
 @triton.jit
-def split_size(length, SHORT_LENGTH: tl.constexpr, SHORT_SPLIT: tl.constexpr, LONG_SPLIT: tl.constexpr):
-    return tl.where(length <= SHORT_LENGTH, SHORT_SPLIT, LONG_SPLIT)
+def _merge(peak, total, acc, new_peak, new_total, new_acc):
+    """Add one partial result to the running one. Explicit fma: the compiler must not choose."""
+    top = tl.maximum(peak, new_peak)
+    old = tl.exp2(peak - top)
+    new = tl.exp2(new_peak - top)
+    return top, tl.fma(new_total, new, total * old), tl.fma(new_acc, new, acc * old)
 
 
 @triton.jit
@@ -36,11 +38,13 @@ def _decode_kernel(
     table_ptr,
     table_index_ptr,
     length_ptr,
-    tile_lane_ptr,
-    tile_split_ptr,
-    num_tiles_ptr,
+    item_lane_ptr,
+    item_start_ptr,
+    item_span_ptr,
+    num_items_ptr,
     partial_ptr,
-    log_sum_ptr,
+    peak_ptr,
+    total_ptr,
     table_stride,
     scale,
     HEADS: tl.constexpr,
@@ -48,21 +52,20 @@ def _decode_kernel(
     D: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    SHORT_LENGTH: tl.constexpr,
-    SHORT_SPLIT: tl.constexpr,
-    LONG_SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    items = tl.load(num_tiles_ptr) * HEADS
+    if PDL:
+        gdc_wait()
+    items = tl.load(num_items_ptr) * HEADS
+    span = tl.load(item_span_ptr)
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0)):
-        tile = item // HEADS
-        head = item % HEADS
-        lane = tl.load(tile_lane_ptr + tile)
-        length = tl.load(length_ptr + lane)
-        size = split_size(length, SHORT_LENGTH, SHORT_SPLIT, LONG_SPLIT)
-        low = tl.load(tile_split_ptr + tile) * size
-        high = tl.minimum(low + size, length)
+    for work in tl.range(tl.program_id(0), items, tl.num_programs(0)):
+        item = work // HEADS
+        head = work % HEADS
+        lane = tl.load(item_lane_ptr + item)
+        low = tl.load(item_start_ptr + item)
+        high = tl.minimum(low + span, tl.load(length_ptr + lane))
         table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
         query = tl.load(query_ptr + (lane * HEADS + head) * D + d).to(tl.float32) * scale
         inner = (head // (HEADS // KV_HEADS)) * D + d[None, :]
@@ -78,75 +81,94 @@ def _decode_kernel(
             value = tl.load(values_ptr + offset, mask=visible[:, None], other=0.0)
             score = tl.sum(key.to(tl.float32) * query[None, :], 1)
             score = tl.where(visible, score, -float("inf"))
-            new_peak = tl.maximum(peak, tl.max(score, 0))
-            rescale = tl.exp2(peak - new_peak)
-            weight = tl.exp2(score - new_peak)
-            acc = acc * rescale + tl.sum(weight[:, None] * value.to(tl.float32), 0)
-            total = total * rescale + tl.sum(weight, 0)
-            peak = new_peak
-        out = tile.to(tl.int64) * HEADS + head
-        tl.store(partial_ptr + out * D + d, acc / total)
-        tl.store(log_sum_ptr + out, peak + tl.log2(total))
+            tile_peak = tl.max(score, 0)
+            weight = tl.exp2(score - tile_peak)
+            tile_acc = tl.sum(weight[:, None] * value.to(tl.float32), 0)
+            peak, total, acc = _merge(peak, total, acc, tile_peak, tl.sum(weight, 0), tile_acc)
+        out = item.to(tl.int64) * HEADS + head
+        tl.store(partial_ptr + out * D + d, acc)
+        tl.store(peak_ptr + out, peak)
+        tl.store(total_ptr + out, total)
+    if PDL:
+        gdc_launch_dependents()
 
 
 @triton.jit
 def _merge_kernel(
     partial_ptr,
-    log_sum_ptr,
+    peak_ptr,
+    total_ptr,
     length_ptr,
-    tile_start_ptr,
+    first_item_ptr,
+    item_span_ptr,
     count_ptr,
     out_ptr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    SHORT_LENGTH: tl.constexpr,
-    SHORT_SPLIT: tl.constexpr,
-    LONG_SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     lane = tl.program_id(0)
-    if lane >= tl.load(count_ptr):
-        return
-    head = tl.program_id(1)
-    d = tl.arange(0, D)
-    length = tl.load(length_ptr + lane)
-    splits = tl.cdiv(length, split_size(length, SHORT_LENGTH, SHORT_SPLIT, LONG_SPLIT))
-    first = tl.load(tile_start_ptr + lane).to(tl.int64)
-    peak = -float("inf")
-    total = 0.0
-    acc = tl.zeros((D,), tl.float32)
-    for split in tl.range(0, splits):  # in index order
-        at = (first + split) * HEADS + head
-        log_sum = tl.load(log_sum_ptr + at)
-        part = tl.load(partial_ptr + at * D + d)
-        new_peak = tl.maximum(peak, log_sum)
-        rescale = tl.exp2(peak - new_peak)
-        weight = tl.exp2(log_sum - new_peak)
-        acc = acc * rescale + part * weight
-        total = total * rescale + weight
-        peak = new_peak
-    tl.store(out_ptr + (lane * HEADS + head) * D + d, (acc / total).to(out_ptr.dtype.element_ty))
+    if lane < tl.load(count_ptr):
+        head = tl.program_id(1)
+        d = tl.arange(0, D)
+        span = tl.load(item_span_ptr)
+        items = tl.cdiv(tl.load(length_ptr + lane), span)
+        per_group = GROUP // span
+        first = tl.load(first_item_ptr + lane).to(tl.int64)
+        peak = -float("inf")
+        total = 0.0
+        acc = tl.zeros((D,), tl.float32)
+        group_peak = -float("inf")
+        group_total = 0.0
+        group_acc = tl.zeros((D,), tl.float32)
+        for item in tl.range(0, items, num_stages=4):
+            at = (first + item) * HEADS + head
+            part = tl.load(partial_ptr + at * D + d)
+            group_peak, group_total, group_acc = _merge(
+                group_peak, group_total, group_acc, tl.load(peak_ptr + at), tl.load(total_ptr + at), part
+            )
+            if (item + 1) % per_group == 0 or item + 1 == items:
+                peak, total, acc = _merge(peak, total, acc, group_peak, group_total, group_acc)
+                group_peak = -float("inf")
+                group_total = 0.0
+                group_acc = tl.zeros((D,), tl.float32)
+        tl.store(out_ptr + (lane * HEADS + head) * D + d, (acc / total).to(out_ptr.dtype.element_ty))
+
+
+def max_items(max_lanes: int, max_length: int) -> int:
+    """Work items per head that a round can have."""
+    return max(FINE_TILES, max_lanes * triton.cdiv(max_length, GROUP))
 
 
 class WorkList:
-    """Buffers of one round's attention work, for up to ``max_lanes`` lanes. All int32.
+    """Buffers of one round's attention work, for up to ``max_lanes`` lanes. Integers are int32.
 
     ``table_index`` [lanes]: row of the flat slot table [T * rows, max_length] of each lane;
-    ``length`` [lanes]; ``tile_start`` [lanes]: first tile of the lane; ``tile_lane``, ``tile_split``
-    [tiles]; ``num_tiles`` [1]; ``partial`` fp32 [tiles, heads, D], ``log_sum`` fp32 [tiles, heads].
+    ``length`` [lanes]; ``first_item`` [lanes]: where the lane's items begin; ``item_lane`` and
+    ``item_start`` (a position) [items]; ``num_items`` [1]; ``item_span`` [1]: tokens per item, TILE
+    or GROUP. Partial results: ``partial`` fp32 [items, heads, D], ``peak``, ``total`` [items, heads].
     """
 
     def __init__(
         self, max_lanes: int, max_length: int, heads: int, head_dim: int, device: torch.device
     ) -> None:
-        tiles = max_lanes * max_tiles_per_lane(max_length)
+        items = max_items(max_lanes, max_length)
 
         def ints(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
-        self.table_index, self.length, self.tile_start = ints(max_lanes), ints(max_lanes), ints(max_lanes)
-        self.tile_lane, self.tile_split, self.num_tiles = ints(tiles), ints(tiles), ints(1)
-        self.partial = torch.empty(tiles, heads, head_dim, dtype=torch.float32, device=device)
-        self.log_sum = torch.empty(tiles, heads, dtype=torch.float32, device=device)
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.empty(*shape, dtype=torch.float32, device=device)
+
+        self.table_index, self.length, self.first_item = ints(max_lanes), ints(max_lanes), ints(max_lanes)
+        self.item_lane, self.item_start = ints(items), ints(items)
+        self.num_items, self.item_span = ints(1), ints(1)
+        self.partial = numbers(items, heads, head_dim)
+        self.peak, self.total = numbers(items, heads), numbers(items, heads)
 
 
 def decode_attention(
@@ -159,9 +181,9 @@ def decode_attention(
     out: torch.Tensor,
     scale: float,
     programs: int,
-    tile: int = 32,
     stages: int = 2,
     warps: int = 2,
+    pdl: bool = False,
 ) -> None:
     """One query per lane over its own slots, for the first ``count`` lanes.
 
@@ -169,7 +191,7 @@ def decode_attention(
     [T * rows, max_length].
     """
     lanes, heads, head_dim = query.shape
-    sizes = {"SHORT_LENGTH": SHORT_LENGTH, "SHORT_SPLIT": SHORT_SPLIT, "LONG_SPLIT": LONG_SPLIT}
+    extra = {"launch_pdl": True} if pdl else {}
     _decode_kernel[(programs,)](
         query,
         keys,
@@ -177,32 +199,39 @@ def decode_attention(
         table,
         work.table_index,
         work.length,
-        work.tile_lane,
-        work.tile_split,
-        work.num_tiles,
+        work.item_lane,
+        work.item_start,
+        work.item_span,
+        work.num_items,
         work.partial,
-        work.log_sum,
+        work.peak,
+        work.total,
         table.shape[1],
         scale * 1.4426950408889634,
         HEADS=heads,
         KV_HEADS=keys.shape[1],
         D=head_dim,
-        TILE=tile,
+        TILE=TILE,
         STAGES=stages,
+        PDL=pdl,
         num_warps=warps,
-        **sizes,
+        **extra,
     )
     _merge_kernel[(lanes, heads)](
         work.partial,
-        work.log_sum,
+        work.peak,
+        work.total,
         work.length,
-        work.tile_start,
+        work.first_item,
+        work.item_span,
         count,
         out,
         HEADS=heads,
         D=head_dim,
+        GROUP=GROUP,
+        PDL=pdl,
         num_warps=1,
-        **sizes,
+        **extra,
     )
 
 

@@ -10,6 +10,7 @@ return at once for places past the number of exited rows. Meaning of every param
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -145,6 +146,7 @@ def select_kernel(
     block_bad_ptr,
     tokens_ptr,
     logprobs_ptr,
+    log_sum_ptr,
     bad_ptr,
     V,
     blocks,
@@ -243,5 +245,32 @@ def select_kernel(
                 drawn = tl.maximum(drawn, block_best)
     tl.store(tokens_ptr + i, token)
     tl.store(logprobs_ptr + i, tl.load(base + token) - log_sum)
+    tl.store(log_sum_ptr + i, log_sum)
     bads = tl.load(block_bad_ptr + here, mask=keep, other=0)
     tl.store(bad_ptr + i, tl.max(bads, 0))
+
+
+@triton.jit
+def _log_sum_kernel(logits_ptr, out_ptr, V, BV: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BV)
+    peak = tl.full((BV,), -float("inf"), tl.float32)
+    for start in tl.range(0, V, BV):
+        v = start + lane
+        x = tl.load(logits_ptr + row * V + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        peak = tl.maximum(peak, x)
+    top = tl.max(peak, 0)
+    total = tl.zeros((BV,), tl.float32)
+    for start in tl.range(0, V, BV):
+        v = start + lane
+        x = tl.load(logits_ptr + row * V + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        total += tl.exp(x - top)
+    tl.store(out_ptr + row, top + tl.log(tl.sum(total, 0)))
+
+
+def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
+    """log(sum(exp(row))) of logits [M, V]: [M] fp32, each row in one fixed order."""
+    out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    block = min(4096, triton.next_power_of_2(logits.shape[1]))
+    _log_sum_kernel[(logits.shape[0],)](logits, out, logits.shape[1], BV=block, num_warps=8)
+    return out

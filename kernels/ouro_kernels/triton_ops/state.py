@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ouro_kernels.triton_ops.attention import split_size
-
 FREE = tl.constexpr(0)
 LIVE = tl.constexpr(2)
 CODA = tl.constexpr(3)
@@ -42,16 +40,17 @@ def begin_round_kernel(
     count_ptr,
     table_index_ptr,
     length_ptr,
-    tile_start_ptr,
-    tile_lane_ptr,
-    tile_split_ptr,
-    num_tiles_ptr,
+    first_item_ptr,
+    item_lane_ptr,
+    item_start_ptr,
+    num_items_ptr,
+    item_span_ptr,
     rows,
     table_stride,
     BR: tl.constexpr,
-    SHORT_LENGTH: tl.constexpr,
-    SHORT_SPLIT: tl.constexpr,
-    LONG_SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FINE_TILES: tl.constexpr,
 ):
     """One program: which rows run, and the attention work list of all of them, for all layers."""
     r = tl.arange(0, BR)
@@ -75,15 +74,17 @@ def begin_round_kernel(
     tl.store(table_index_ptr + lane, index.to(tl.int32), mask=runs)
     tl.store(length_ptr + lane, length.to(tl.int32), mask=runs)
 
-    splits = tl.cdiv(length, split_size(length, SHORT_LENGTH, SHORT_SPLIT, LONG_SPLIT))
-    splits = tl.where(runs, splits, 0).to(tl.int32)
-    start = tl.cumsum(splits, 0) - splits
-    tl.store(tile_start_ptr + lane, start, mask=runs)
-    tl.store(num_tiles_ptr, tl.sum(splits, 0))
-    for split in tl.range(0, tl.max(splits, 0)):
-        mine = runs & (split < splits)
-        tl.store(tile_lane_ptr + start + split, lane, mask=mine)
-        tl.store(tile_split_ptr + start + split, tl.zeros_like(lane) + split, mask=mine)
+    tiles = tl.sum(tl.where(runs, tl.cdiv(length, TILE), 0).to(tl.int32), 0)
+    span = tl.where(tiles <= FINE_TILES, TILE, GROUP)
+    items = tl.where(runs, tl.cdiv(length, span), 0).to(tl.int32)
+    first = tl.cumsum(items, 0) - items
+    tl.store(item_span_ptr, span)
+    tl.store(first_item_ptr + lane, first, mask=runs)
+    tl.store(num_items_ptr, tl.sum(items, 0))
+    for item in tl.range(0, tl.max(items, 0)):
+        mine = runs & (item < items)
+        tl.store(item_lane_ptr + first + item, lane, mask=mine)
+        tl.store(item_start_ptr + first + item, tl.zeros_like(lane) + item * span, mask=mine)
 
 
 @triton.jit
