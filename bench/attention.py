@@ -39,21 +39,40 @@ def copy_bandwidth() -> float:
     return 2 * 4 * source.numel() / graph_time(lambda: torch.mul(source, 1.0, out=target))
 
 
-def make_work(lengths: list[int]) -> attention.WorkList:
-    work = attention.WorkList(len(lengths), max(lengths), HEADS, HEAD_DIM, torch.device("cuda"))
-    tiles: list[tuple[int, int]] = []
-    starts = []
-    for lane, length in enumerate(lengths):
-        size = attention.SHORT_SPLIT if length <= attention.SHORT_LENGTH else attention.LONG_SPLIT
-        starts.append(len(tiles))
-        tiles += [(lane, split) for split in range(-(-length // size))]
-    work.tile_start[:] = torch.tensor(starts)
-    work.table_index[:] = torch.arange(len(lengths))
-    work.length[:] = torch.tensor(lengths)
-    work.tile_lane[: len(tiles)] = torch.tensor([lane for lane, _ in tiles])
-    work.tile_split[: len(tiles)] = torch.tensor([split for _, split in tiles])
-    work.num_tiles[0] = len(tiles)
+def make_work(lengths: list[int], span: int) -> attention.WorkList:
+    """As a round makes it; items of ``span`` tokens."""
+    items = [(lane, at) for lane, length in enumerate(lengths) for at in range(0, length, span)]
+    work = attention.WorkList(
+        max(len(lengths), len(items)), max(lengths), HEADS, HEAD_DIM, torch.device("cuda")
+    )
+    starts = [0]
+    for length in lengths[:-1]:
+        starts.append(starts[-1] + -(-length // span))
+    work.first_item[: len(lengths)] = torch.tensor(starts)
+    work.table_index[: len(lengths)] = torch.arange(len(lengths))
+    work.length[: len(lengths)] = torch.tensor(lengths)
+    work.item_lane[: len(items)] = torch.tensor([lane for lane, _ in items])
+    work.item_start[: len(items)] = torch.tensor([at for _, at in items])
+    work.num_items[0], work.item_span[0] = len(items), span
     return work
+
+
+def time_layers(
+    pools: list[torch.Tensor],
+    query: torch.Tensor,
+    table: torch.Tensor,
+    work: attention.WorkList,
+    count: torch.Tensor,
+    out: torch.Tensor,
+    shape: tuple[int, int, int],
+) -> float:
+    """Seconds per layer; shape: (programs, stages, warps)."""
+
+    def launch() -> None:
+        for keys, values in pools:
+            attention.decode_attention(query, keys, values, table, work, count, out, HEAD_DIM**-0.5, *shape)
+
+    return graph_time(launch) / len(pools)
 
 
 def main() -> None:
@@ -65,11 +84,8 @@ def main() -> None:
     copy = copy_bandwidth()
     units = torch.cuda.get_device_properties(0).multi_processor_count
     print(f"copy {copy / 1e12:.2f} TB/s, {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
-    shapes = [(32, 2, 2, 16)]
-    splits = [(attention.SHORT_SPLIT, attention.LONG_SPLIT)]
-    if sweep:
-        shapes = list(itertools.product((32, 64), (2, 4), (2, 3), (16, 32)))
-        splits = [(64, 256), (128, 512), (256, 512), (512, 1024)]
+    shapes = list(itertools.product((1, 2, 4), (2, 3), (16, 32))) if sweep else [(2, 2, 16)]
+    tiles = (32, 64) if sweep else (attention.TILE,)
     for length, lanes in CELLS:
         bytes_read = lanes * length * HEADS * HEAD_DIM * 4
         layers = max(2, min(8, int(1.2e9 / bytes_read)))
@@ -82,43 +98,21 @@ def main() -> None:
         out = torch.empty_like(query)
         count = torch.tensor([lanes], dtype=torch.int32, device="cuda")
         results = []
-        for split in splits:
-            attention.SHORT_SPLIT, attention.LONG_SPLIT = split
-            work = make_work([length] * lanes)
-            for tile, warps, stages, per_unit in shapes:
-                if tile > min(split):
-                    continue
-
-                def launch(
-                    work: attention.WorkList = work,
-                    shape: tuple[int, ...] = (per_unit, tile, stages, warps),
-                ) -> None:
-                    programs, tile, stages, warps = shape[0] * units, *shape[1:]
-                    for keys, values in pools:
-                        attention.decode_attention(
-                            query,
-                            keys,
-                            values,
-                            table,
-                            work,
-                            count,
-                            out,
-                            HEAD_DIM**-0.5,
-                            programs,
-                            tile,
-                            stages,
-                            warps,
-                        )
-
-                seconds = graph_time(launch) / layers
-                results.append((seconds, split, tile, warps, stages, per_unit))
+        for tile in tiles:
+            attention.TILE = tile
+            fine = lanes * -(-length // tile) <= attention.FINE_TILES
+            work = make_work([length] * lanes, tile if fine else attention.GROUP)
+            for warps, stages, per_unit in shapes:
+                shape = (per_unit * units, stages, warps)
+                seconds = time_layers(pools, query, table, work, count, out, shape)
+                results.append((seconds, tile, warps, stages, per_unit))
         results.sort()
         print(f"{length}x{lanes}:", end="")
-        for seconds, split, tile, warps, stages, per_unit in results[:6]:
+        for seconds, tile, warps, stages, per_unit in results[:4]:
             speed = bytes_read / seconds
             print(
                 f" {seconds * 1e6:.1f}us {speed / 1e12:.2f}TB/s {speed / copy:.0%} "
-                f"(split {split}, tile {tile}, warps {warps}, stages {stages}, {per_unit}/SM)",
+                f"(tile {tile}, warps {warps}, stages {stages}, {per_unit}/SM)",
                 end=";",
             )
         print(flush=True)

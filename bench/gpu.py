@@ -64,6 +64,7 @@ class Bench:
     max_chunk: int = 4096
     graphs: bool = True
     single_stream: bool = False
+    pdl: bool = True
     worker: Worker = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,6 +94,7 @@ class Bench:
             blocks=self.rounds_in_flight + 1,
             graphs=self.graphs,
             single_stream=self.single_stream,
+            pdl=self.pdl,
         )
         self.worker = Worker(rows, pool, executor, settings)
         self.plan_id = self.chunk_id = 0

@@ -25,6 +25,7 @@ def main() -> None:
     )
     parser.add_argument("--cells", default=CELLS)
     parser.add_argument("--outputs", type=int, default=24)
+    parser.add_argument("--no-pdl", action="store_true", help="without programmatic dependent launch")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     options = parser.parse_args()
     copy = copy_bandwidth()
@@ -36,7 +37,7 @@ def main() -> None:
     for cell in options.cells.split(","):
         context, rows = map(int, cell.split("x"))
         depths = [[4] * options.outputs for _ in range(rows)]
-        bench = Bench(model, rows, context, options.outputs)
+        bench = Bench(model, rows, context, options.outputs, pdl=not options.no_pdl)
         prefill = bench.prefill(depths)
         if options.profile:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

@@ -56,6 +56,7 @@ class CudaExecutor:
         static_buffers: bool = True,
         single_stream: bool = False,
         power_of_two: bool = False,
+        pdl: bool = True,
     ) -> None:
         self.decode_stream = torch.cuda.Stream(model.device, priority=-1)
         self.prefill_stream = self.decode_stream if single_stream else torch.cuda.Stream(model.device)
@@ -76,6 +77,7 @@ class CudaExecutor:
                 max_graph_rows=max_graph_rows,
                 max_graphs=max_graphs,
                 static_buffers=static_buffers,
+                pdl=pdl,
             )
         torch.cuda.synchronize()
 

@@ -164,12 +164,14 @@ class CudaRounds:
         max_graph_rows: int | None = None,
         max_graphs: int | None = None,
         static_buffers: bool = True,
+        pdl: bool = False,
     ) -> None:
         self._model, self._rows, self._pool = model, rows, pool
         self._min_coda = min_coda_batch_size
         self._buckets = buckets
         self._capacity = max(rows.max_rows, 8)  # the event block's last line holds two numbers
         self._static_buffers = static_buffers
+        self._pdl = pdl  # programmatic dependent launch
         config, device = model.config, model.device
         # o and down split K, in every bucket alike: at few rows one split leaves SMs without work
         self._splits = (
@@ -186,7 +188,8 @@ class CudaRounds:
         self._allocate()
         pinned = device.type == "cuda"
         self._blocks = deque(
-            torch.zeros(EVENT_LINES, self._capacity, dtype=torch.int64, pin_memory=pinned) for _ in range(blocks)
+            torch.zeros(EVENT_LINES, self._capacity, dtype=torch.int64, pin_memory=pinned)
+            for _ in range(blocks)
         )
         self._programs = self._attention_programs()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -379,7 +382,7 @@ class CudaRounds:
 
     def _core(self, bucket: int) -> None:
         model, config, rows = self._model, self._model.config, self._rows
-        eps = config.rms_norm_eps
+        eps, pdl = config.rms_norm_eps, self._pdl
         tiles = choose_products(model, bucket, self._splits)
         layers = model.layers
         x, residual = self._x[:bucket], self._residual[:bucket]
@@ -394,7 +397,7 @@ class CudaRounds:
         norm.enter(rows.hidden, self._lanes, self._count, layers[0].input_norm, residual, x, eps)
         for index, layer in enumerate(layers):
             keys, values = self._pool.keys[index], self._pool.values[index]
-            gemm.linear(x, layer.qkv, qkv, tiles.qkv, tiles.block_m)
+            gemm.linear(x, layer.qkv, qkv, tiles.qkv, tiles.block_m, pdl=pdl)
             norm.rope_write(
                 qkv,
                 query,
@@ -405,6 +408,7 @@ class CudaRounds:
                 self._count,
                 model.cos,
                 model.sin,
+                pdl,
             )
             attention.decode_attention(
                 query,
@@ -416,14 +420,15 @@ class CudaRounds:
                 mixed,
                 config.head_dim**-0.5,
                 self._programs,
+                pdl=pdl,
             )
             flat = mixed.view(bucket, -1)
-            gemm.linear(flat, layer.attention_out, out, tiles.out, tiles.block_m, out_splits)
-            norm.sandwich(out, residual, layer.attention_norm, layer.mlp_input_norm, x, eps)
-            gemm.gate_up(x, layer.gate_up, inner, tiles.gate_up, tiles.block_m)
-            gemm.linear(inner, layer.down, down, tiles.down, tiles.block_m, down_splits)
+            gemm.linear(flat, layer.attention_out, out, tiles.out, tiles.block_m, out_splits, pdl=pdl)
+            norm.sandwich(out, residual, layer.attention_norm, layer.mlp_input_norm, x, eps, pdl)
+            gemm.gate_up(x, layer.gate_up, inner, tiles.gate_up, tiles.block_m, pdl)
+            gemm.linear(inner, layer.down, down, tiles.down, tiles.block_m, down_splits, pdl=pdl)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else model.final_norm
-            norm.sandwich(down, residual, layer.mlp_norm, following, x, eps)
+            norm.sandwich(down, residual, layer.mlp_norm, following, x, eps, pdl)
 
     def _coda(self, bucket: int) -> None:
         model, rows = self._model, self._rows

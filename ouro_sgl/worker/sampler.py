@@ -31,7 +31,7 @@ class Sampled:
 
 
 def top_logprobs(values: torch.Tensor, top: int, ids: tuple[int, ...]) -> TopLogprobs:
-    """From one row of log-probabilities [V]: the ``top`` best (ties: lowest id first) and those of ``ids``."""
+    """From one row of log-probabilities [V]: the ``top`` best (of equals the lowest id), and ``ids``'."""
     best, best_ids = torch.sort(values, descending=True, stable=True)
     return TopLogprobs(
         top_values=best[:top].tolist(),

@@ -1,8 +1,9 @@
 """The worker without its sockets: applies plans, launches chunks and rounds, reads what retired.
 
 ``apply`` and ``step`` never wait for anything. Launched work stands in queues until it is read; at
-most ``rounds_in_flight`` rounds are launched and not yet read (1 is synchronous). On the CPU a launch computes at once, and only its reading is late: the order of
-effects is the same as on a device that runs behind the host.
+most ``rounds_in_flight`` rounds are launched and not yet read (1 is synchronous). On the CPU a launch
+computes at once, and only its reading is late: the order of effects is the same as on a device that
+runs behind the host.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ouro_kernels.triton_ops.gemm import pdl_launch, prefetch
+
 TILE = 32
 GROUP = 512
 FINE_TILES = 768  # up to so many tiles in a round, an item is a tile
@@ -54,12 +56,23 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
     items = tl.load(num_items_ptr) * HEADS
     span = tl.load(item_span_ptr)
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
+    if PDL:
+        # the work list is older than the kernel before this one, and so are most keys and values
+        if span == TILE and tl.program_id(0) < items:
+            item = tl.program_id(0) // HEADS
+            lane = tl.load(item_lane_ptr + item)
+            at = tl.load(item_start_ptr + item) + t
+            table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
+            slot = tl.load(table + at, mask=at < tl.load(length_ptr + lane), other=0).to(tl.int64)
+            line = ((tl.program_id(0) % HEADS) // (HEADS // KV_HEADS)) * D + slot * (KV_HEADS * D)
+            for part in tl.static_range(0, D, 64):
+                prefetch(keys_ptr + line + part)
+                prefetch(values_ptr + line + part)
+        gdc_wait()
     for work in tl.range(tl.program_id(0), items, tl.num_programs(0)):
         item = work // HEADS
         head = work % HEADS
@@ -191,7 +204,7 @@ def decode_attention(
     [T * rows, max_length].
     """
     lanes, heads, head_dim = query.shape
-    extra = {"launch_pdl": True} if pdl else {}
+    extra = pdl_launch(pdl)
     _decode_kernel[(programs,)](
         query,
         keys,

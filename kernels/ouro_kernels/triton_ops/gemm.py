@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,19 @@ class GemmTile:
     warps: int
     stages: int
     swap: bool = False
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the 128-byte lines of ``pointers`` in L2; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+# Programmatic dependent launch: with PDL a kernel may start while the one before it still runs. What
+# a product reads of the weights does not depend on that one, so it asks for them first and only then
+# waits. Heavy kernels let their successor start late, when their own loads are through.
 
 
 @triton.jit
@@ -43,8 +57,18 @@ def _linear_kernel(
     GATHER: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     first = tl.program_id(1) * BM
+    if PDL:
+        ahead: tl.constexpr = K // SPLIT // 64
+        columns = tl.program_id(0) * BN + tl.arange(0, BN)
+        columns = tl.minimum(columns, N - 1)[:, None].to(tl.int64)
+        start = tl.program_id(2) * (K // SPLIT)
+        for line in tl.static_range(0, ahead, 8):
+            lines = tl.minimum(line + tl.arange(0, 8), ahead - 1)[None, :]
+            prefetch(w_ptr + columns * K + start + lines * 64)
+        gdc_wait()
     if GATHER:  # rows come from a device-built list; none left: return at once
         count = tl.load(count_ptr)
         if first >= count:
@@ -62,10 +86,7 @@ def _linear_kernel(
     x = x_ptr + source[:, None].to(tl.int64) * K + split * span + rk[None, :]
     w = w_ptr + rn[:, None].to(tl.int64) * K + split * span + rk[None, :]
     in_n = (rn < N)[:, None]
-    if SWAP:
-        acc = tl.zeros((BN, BM), tl.float32)
-    else:
-        acc = tl.zeros((BM, BN), tl.float32)
+    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
     for _ in tl.range(0, span, BK, num_stages=STAGES):
         a = tl.load(x, mask=keep[:, None], other=0.0)
         b = tl.load(w, mask=in_n, other=0.0)
@@ -75,6 +96,8 @@ def _linear_kernel(
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
         x += BK
         w += BK
+    if PDL:
+        gdc_launch_dependents()
     if SWAP:
         acc = acc.T
     out = y_ptr + split * rows * N + rm[:, None] * N + rn[None, :]
@@ -90,6 +113,7 @@ def linear(
     splits: int = 1,
     index: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """out[s] = partial sum s of ``x @ weight.T``.
 
@@ -116,8 +140,15 @@ def linear(
         GATHER=index is not None,
         STAGES=tile.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=pdl,
         num_warps=tile.warps,
+        **pdl_launch(pdl),
     )
+
+
+def pdl_launch(pdl: bool) -> dict[str, bool]:
+    """Launch options; nothing where it is off (the interpreter does not know the option)."""
+    return {"launch_pdl": True} if pdl else {}
 
 
 def linear_twin(x: torch.Tensor, weight: torch.Tensor, splits: int = 1) -> torch.Tensor:
@@ -140,7 +171,16 @@ def _gate_up_kernel(
     SWAP: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        columns = tl.program_id(0) * BN + tl.arange(0, BN)
+        columns = tl.minimum(columns, F - 1)[:, None].to(tl.int64)
+        for line in tl.static_range(0, K // 64, 8):
+            offset = columns * K + tl.minimum(line + tl.arange(0, 8), K // 64 - 1)[None, :] * 64
+            prefetch(w_ptr + offset)
+            prefetch(w_ptr + F * K + offset)
+        gdc_wait()
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rk = tl.arange(0, BK)
@@ -168,6 +208,8 @@ def _gate_up_kernel(
         x += BK
         gate_w += BK
         up_w += BK
+    if PDL:
+        gdc_launch_dependents()
     if SWAP:
         gate = gate.T
         up = up.T
@@ -179,7 +221,14 @@ def _gate_up_kernel(
     tl.store(out, y.to(kind), mask=keep[:, None] & (rn < F)[None, :])
 
 
-def gate_up(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: GemmTile, block_m: int) -> None:
+def gate_up(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    tile: GemmTile,
+    block_m: int,
+    pdl: bool = False,
+) -> None:
     """out [B, F] = silu(x @ gate.T) * (x @ up.T); weight [2 F, K] holds gate, then up."""
     rows, width = out.shape
     grid = (triton.cdiv(width, tile.block_n), triton.cdiv(rows, block_m))
@@ -196,7 +245,9 @@ def gate_up(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: Gemm
         SWAP=tile.swap,
         STAGES=tile.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=pdl,
         num_warps=tile.warps,
+        **pdl_launch(pdl),
     )
 
 

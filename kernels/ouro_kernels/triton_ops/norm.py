@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ouro_kernels.triton_ops.gemm import pdl_launch
 
 
 @triton.jit
@@ -62,7 +65,11 @@ def _sandwich_kernel(
     SPLIT: tl.constexpr,
     H: tl.constexpr,
     BH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()  # few programs: let the next product ask for its weights at once
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     kind = x_ptr.dtype.element_ty
     d = tl.arange(0, BH)
@@ -87,6 +94,7 @@ def sandwich(
     weight_in: torch.Tensor,
     x: torch.Tensor,
     eps: float,
+    pdl: bool = False,
 ) -> None:
     """residual += norm(sum of partials) * weight_out; x = norm(residual) * weight_in.
 
@@ -104,7 +112,9 @@ def sandwich(
         SPLIT=splits,
         H=width,
         BH=triton.next_power_of_2(width),
+        PDL=pdl,
         num_warps=8,
+        **pdl_launch(pdl),
     )
 
 
@@ -139,7 +149,11 @@ def _rope_write_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     if row >= tl.load(count_ptr):
         return
@@ -189,6 +203,7 @@ def rope_write(
     count: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    pdl: bool = False,
 ) -> None:
     """Rotate query and key of the first ``count`` rows; key and value go to their slots.
 
@@ -213,7 +228,9 @@ def rope_write(
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
+        PDL=pdl,
         num_warps=1,
+        **pdl_launch(pdl),
     )
 
 

@@ -72,7 +72,7 @@ def _call(value: Any, names: frozenset[str]) -> ToolCall:
 class MarkedCalls:
     """Calls between ``<tool_call>`` and ``</tool_call>``, text around them.
 
-    White space next to a call belongs to it and is not part of the text.
+    White space next to a call is not part of the text, except between two words.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -80,7 +80,8 @@ class MarkedCalls:
         self._space = ""  # white space that a call may follow, not handed out yet
         self._pending = ""  # text outside: a part of the marker; inside: the call so far
         self._inside = False
-        self._after_call = False
+        self._after_call = False  # nothing but white space since the last call
+        self._has_text = False
 
     def feed(self, piece: str) -> tuple[str, list[ToolCall]]:
         content: list[str] = []
@@ -122,6 +123,8 @@ class MarkedCalls:
                 self._space = ""
                 return "", [call]
             text = OPEN + text
+        elif self._after_call and not text:
+            return "", []
         return self._shown(text), []
 
     def _read(self, text: str) -> ToolCall | None:
@@ -132,7 +135,7 @@ class MarkedCalls:
 
     def _outside(self, text: str) -> str:
         """Text between calls, but for the white space at its end."""
-        if self._after_call:
+        if self._after_call and not self._has_text:
             text = text.lstrip()
         kept = text.rstrip()
         if not kept:
@@ -144,7 +147,7 @@ class MarkedCalls:
 
     def _shown(self, text: str) -> str:
         shown = self._space + text
-        self._space, self._after_call = "", False
+        self._space, self._after_call, self._has_text = "", False, True
         return shown
 
 
