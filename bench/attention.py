@@ -39,8 +39,12 @@ def copy_bandwidth() -> float:
     return 2 * 4 * source.numel() / graph_time(lambda: torch.mul(source, 1.0, out=target))
 
 
-def make_work(lengths: list[int], span: int) -> attention.WorkList:
-    """As a round makes it; items of ``span`` tokens."""
+def make_work(lengths: list[int]) -> attention.WorkList:
+    """As a round makes it, for lanes of one length."""
+    length = lengths[0]
+    fine = len(lengths) * -(-length // attention.TILE) <= attention.FINE_TILES
+    group = attention.SHORT_GROUP if length <= attention.SHORT_LENGTH else attention.LONG_GROUP
+    span = attention.TILE if fine else group
     items = [(lane, at) for lane, length in enumerate(lengths) for at in range(0, length, span)]
     work = attention.WorkList(
         max(len(lengths), len(items)), max(lengths), HEADS, HEAD_DIM, torch.device("cuda")
@@ -53,7 +57,7 @@ def make_work(lengths: list[int], span: int) -> attention.WorkList:
     work.length[: len(lengths)] = torch.tensor(lengths)
     work.item_lane[: len(items)] = torch.tensor([lane for lane, _ in items])
     work.item_start[: len(items)] = torch.tensor([at for _, at in items])
-    work.num_items[0], work.item_span[0] = len(items), span
+    work.num_items[0], work.fine[0] = len(items), fine
     return work
 
 
@@ -85,7 +89,6 @@ def main() -> None:
     units = torch.cuda.get_device_properties(0).multi_processor_count
     print(f"copy {copy / 1e12:.2f} TB/s, {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     shapes = list(itertools.product((1, 2, 4), (2, 3), (16, 32))) if sweep else [(2, 2, 16)]
-    tiles = (32, 64) if sweep else (attention.TILE,)
     for length, lanes in CELLS:
         bytes_read = lanes * length * HEADS * HEAD_DIM * 4
         layers = max(2, min(8, int(1.2e9 / bytes_read)))
@@ -97,22 +100,19 @@ def main() -> None:
         query = torch.randn(lanes, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         out = torch.empty_like(query)
         count = torch.tensor([lanes], dtype=torch.int32, device="cuda")
+        work = make_work([length] * lanes)
         results = []
-        for tile in tiles:
-            attention.TILE = tile
-            fine = lanes * -(-length // tile) <= attention.FINE_TILES
-            work = make_work([length] * lanes, tile if fine else attention.GROUP)
-            for warps, stages, per_unit in shapes:
-                shape = (per_unit * units, stages, warps)
-                seconds = time_layers(pools, query, table, work, count, out, shape)
-                results.append((seconds, tile, warps, stages, per_unit))
+        for warps, stages, per_unit in shapes:
+            shape = (per_unit * units, stages, warps)
+            seconds = time_layers(pools, query, table, work, count, out, shape)
+            results.append((seconds, warps, stages, per_unit))
         results.sort()
         print(f"{length}x{lanes}:", end="")
-        for seconds, tile, warps, stages, per_unit in results[:4]:
+        for seconds, warps, stages, per_unit in results[:4]:
             speed = bytes_read / seconds
             print(
                 f" {seconds * 1e6:.1f}us {speed / 1e12:.2f}TB/s {speed / copy:.0%} "
-                f"(tile {tile}, warps {warps}, stages {stages}, {per_unit}/SM)",
+                f"(warps {warps}, stages {stages}, {per_unit}/SM)",
                 end=";",
             )
         print(flush=True)

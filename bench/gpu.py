@@ -147,9 +147,10 @@ class Bench:
         return time.perf_counter() - begin
 
     def prompt_slots(self, row: int, start: int, end: int) -> list[int]:
+        """Consecutive positions of one depth side by side, as the scheduler hands them out."""
         base = row * self.slots_per_row
-        loops = self.model.config.total_loops
-        return [base + position * loops + depth for depth in range(loops) for position in range(start, end)]
+        loops, context = self.model.config.total_loops, self.context
+        return [base + depth * context + position for depth in range(loops) for position in range(start, end)]
 
     def grant_all(self, depths: list[list[int]]) -> None:
         loops = self.model.config.total_loops

@@ -1,6 +1,6 @@
 """Decode rounds against their byte floor, through the worker's real loop.
 
-    python bench/rounds.py [--cells 1024x1,1024x32] [--outputs 24] [--profile]
+    python -m bench.rounds [--cells 1024x1,1024x32] [--outputs 24] [--profile]
 
 Needs a CUDA device. Depth is 4 for every token; a round's floor is its bytes over the copy bandwidth
 measured in the same run.

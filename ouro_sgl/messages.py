@@ -39,6 +39,7 @@ class FinishReason(enum.IntEnum):
     STOP_STRING = 3  # the frontend found a stop string and cut the output
     ABORT = 4  # the client asked, or went away
     ERROR = 5  # this row failed (non-finite logits, a dead worker); the server lives on
+    STOP_GRAMMAR = 6  # the grammar is complete and no end id may follow it
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
@@ -80,6 +81,7 @@ class RowParams(Record):
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] = []
     constrained: bool = False  # every token waits for the Mask of its position
+    exit_lambdas: bool = False  # report the exit gate's lambda of each loop that ran
 
 
 class GenerateReq(Message):
@@ -94,6 +96,9 @@ class GenerateReq(Message):
     extra_key: str | None = None  # radix cache namespace
     priority: int = 0  # higher first
     leader: int | None = None  # with n > 1: wait until this uid's prompt is in the radix cache
+    # What the output must match, in llguidance's own notation; checked by the frontend. None unless
+    # params.constrained.
+    grammar: str | None = None
 
 
 class AbortReq(Message):
@@ -112,6 +117,14 @@ class StopReq(Message):
 class ControlOp(enum.IntEnum):
     FLUSH_CACHE = 0  # empty the radix cache; fails while anything runs or waits
     INFO = 1  # statistics, as a JSON-able dict
+    # From now on nothing is admitted, prefilled or granted. With ``abort`` in the arguments every
+    # request is ended first; else running ones stay where they are, with their K/V.
+    PAUSE = 2
+    CONTINUE = 3  # undo PAUSE
+    # Serve the weights in the folder ``model_path``; ``weight_version`` (None: the next number) names
+    # them. Fails while requests run, unless paused. The reply's info holds ``weight_version`` and
+    # ``paused_requests``.
+    UPDATE_WEIGHTS = 4
 
 
 class ControlReq(Message):
@@ -119,6 +132,7 @@ class ControlReq(Message):
 
     control_id: int
     op: ControlOp
+    arguments: dict[str, Any] = {}
 
 
 class ShutdownReq(Message):
@@ -142,6 +156,7 @@ class SchedulerReady(Message):
     max_rows: int
     has_lookahead: bool  # a trained lookahead head lies beside the checkpoint
     server_info: dict[str, Any]  # resolved settings, shown by /server_info
+    has_exit_lambdas: bool = False  # RowParams.exit_lambdas may be set
 
 
 class TopLogprobs(Record):
@@ -166,6 +181,7 @@ class Started(Record):
     uid: int
     cached_tokens: int
     prompt_logprobs: PromptLogprobs | None = None
+    weight_versions: list[str] = []  # under which the prompt was computed, oldest first
 
 
 class OutputLogprobs(Record):
@@ -190,6 +206,9 @@ class Finished(Record):
     matched: int | None = None  # the end id, with STOP_ID
     message: str | None = None  # with ABORT and ERROR
     status: int | None = None  # HTTP status, when the request was refused before it ran
+    # Under which the request ran, oldest first; more than one after an update in its midst. Empty if
+    # it never ran.
+    weight_versions: list[str] = []
 
 
 class TokenBatch(Message):
@@ -202,6 +221,7 @@ class TokenBatch(Message):
     exit_depths: list[int] = []  # parallel to token_ids
     logprobs: dict[int, OutputLogprobs] = {}  # by uid, only where asked for
     finished: list[Finished] = []
+    exit_lambdas: dict[int, list[list[float]]] = {}  # by uid, likewise; one list per new token
 
 
 class ControlReply(Message):
@@ -309,7 +329,17 @@ class StepPlan(Message):
     masks: list[Mask] = []
 
 
-PlanMessage = StepPlan | ShutdownReq
+class UpdateWeights(Message):
+    """Serve the weights in the folder ``model_path`` from the next round on.
+
+    They are loaded and checked as a whole before the first old one is overwritten. Answered by a
+    :class:`WeightsUpdated`.
+    """
+
+    model_path: str
+
+
+PlanMessage = StepPlan | UpdateWeights | ShutdownReq
 
 
 # --------------------------------------------------------------------------- worker to scheduler
@@ -326,6 +356,7 @@ class WorkerReady(Message):
     rounds_in_flight: int
     has_lookahead: bool
     server_info: dict[str, Any]
+    has_exit_lambdas: bool = False  # this worker reports RoundEvents.exit_lambdas
 
 
 class ChunkLogprobs(Record):
@@ -368,6 +399,15 @@ class RoundEvents(Message):
     tops: dict[int, TopLogprobs] = {}  # likewise
     chunk_logprobs: list[ChunkLogprobs] = []
     round_stats: dict[str, float] = {}  # rounds, lanes, exits since the last message
+    # By event index, rows that asked for it only: the exit gate's lambda after each of the loops.
+    exit_lambdas: dict[int, list[float]] = {}
+
+
+class WeightsUpdated(Message):
+    """What became of an :class:`UpdateWeights`. If it failed, the old weights go on serving."""
+
+    ok: bool
+    message: str
 
 
 class WorkerFailed(Message):
@@ -376,4 +416,4 @@ class WorkerFailed(Message):
     message: str
 
 
-WorkerMessage = WorkerReady | RoundEvents | WorkerFailed
+WorkerMessage = WorkerReady | RoundEvents | WeightsUpdated | WorkerFailed

@@ -10,6 +10,9 @@ LOCK="$ROOT/scripts/requirements.lock"
 SGLANG="sglang==0.5.23" # --no-deps: only its frontend language and its launch commands are used
 export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
 
+# Ctrl-C ends the script even when the command that it hit ends as if nothing had happened.
+trap 'exit 130' INT
+
 base_python() {
     local candidate
     for candidate in python3.11 python3.12 python3 python; do
@@ -45,10 +48,16 @@ once() {
 }
 
 install_dependencies() {
-    local base=$1 venv=$2
+    local base=$1 venv=$2 stamp=$2/.dependencies clear=
     echo "Setting up $venv (once; this takes some minutes)" >&2
-    "$base" -m venv "$venv" || return 1
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r "$LOCK" || return 1
+    # One interpreter over the environment of another would mix the two. Only what this function made
+    # is cleared, which the stamp shows.
+    if [ -e "$stamp" ] && [ "$(head -n 1 "$stamp")" != "$("$base" -V)" ]; then
+        clear=--clear
+    fi
+    "$base" -m venv $clear "$venv" && touch "$stamp" || return 1
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-warn-conflicts \
+        -r "$LOCK" || return 1
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps "$SGLANG"
 }
 

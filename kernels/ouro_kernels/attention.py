@@ -15,6 +15,10 @@ from ouro_kernels.elementwise import exp
 TILE = 64
 QUERY_BLOCK = 16
 
+# torch computes bf16 products of at most so many multiplications with another kernel, which sums in
+# another order.
+SMALL_PRODUCT = 4096
+
 
 def decode_attention(
     query: torch.Tensor,
@@ -33,6 +37,17 @@ def decode_attention(
     Partial results of all tiles are made at once, then merged in tile order. Softmax is fp32.
     """
     lanes, heads, head_dim = query.shape
+    copies = SMALL_PRODUCT // (query.numel() * TILE) + 1
+    if copies > 1:  # few lanes of a small model: they must go the way of many
+        many = decode_attention(
+            query.repeat(copies, 1, 1),
+            key_cache,
+            value_cache,
+            slots.repeat(copies, 1),
+            lengths.repeat(copies),
+            scale,
+        )
+        return many[:lanes]
     kv_heads = key_cache.shape[1]
     group = heads // kv_heads
     tiles = slots.shape[1] // TILE

@@ -128,13 +128,14 @@ class Call:
                 raise self.error
             if not self._dirty:
                 return
-            ready, self._dirty = self._dirty, {}
-            for sequence in ready.values():
-                sequence.shown_tokens = len(sequence.output_ids)
-                answer = sequence.answer()
-                if self.many:
-                    answer["index"] = sequence.index
-                yield answer
+            # One at a time: what changes while a snapshot is on its way queues up again, and what was
+            # queued already is shown once, as new as it is by then.
+            sequence = self._dirty.pop(next(iter(self._dirty)))
+            sequence.shown_tokens = len(sequence.output_ids)
+            answer = sequence.answer()
+            if self.many:
+                answer["index"] = sequence.index
+            yield answer
 
 
 class TokenizerManager:

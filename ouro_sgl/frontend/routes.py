@@ -18,7 +18,7 @@ import ouro_sgl
 from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.manager import TokenizerManager
 from ouro_sgl.frontend.metrics import CONTENT_TYPE
-from ouro_sgl.frontend.openai.protocol import ModelCard, ModelList
+from ouro_sgl.frontend.openai.protocol import Items, ModelCard, ModelList
 from ouro_sgl.frontend.openai.routes import describe_openai, model_card
 from ouro_sgl.frontend.openapi import REFS, describe_generate
 from ouro_sgl.frontend.sampling import check_ids
@@ -68,12 +68,12 @@ class AbortBody(Strict):
 
 
 class TokenizeBody(Strict):
-    prompt: str | list[str]
+    prompt: str | Items[str]
     add_special_tokens: bool = True  # this tokenizer adds none either way
 
 
 class DetokenizeBody(Strict):
-    tokens: list[int] | list[list[int]]
+    tokens: Items[int] | Items[Items[int]]
     skip_special_tokens: bool = True
 
 

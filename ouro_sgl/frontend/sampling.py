@@ -20,6 +20,10 @@ from ouro_sgl.messages import ExitMode, RowParams
 
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6  # a lower temperature is greedy
+# The worker computes in fp32. Larger biases and temperatures and smaller penalties mean the same as
+# these, but would bring infinities and NaN into the logits.
+LARGEST = 1e30
+SMALLEST = 1e-20
 MAX_STOPS = 32
 UINT64 = (1 << 64) - 1
 
@@ -310,13 +314,13 @@ def parse_sampling_params(raw: dict[str, Any], limits: Limits) -> SamplingParams
         max_new_tokens=0,  # set with the prompt
         min_new_tokens=min_new_tokens,
         end_ids=sorted(end_ids),
-        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        temperature=min(temperature, LARGEST) if temperature >= GREEDY_BELOW else 0.0,
         top_p=given.get("top_p", 1.0),
         top_k=top_k if 0 < top_k < vocab_size else 0,
         min_p=given.get("min_p", 0.0),
         frequency_penalty=given.get("frequency_penalty", 0.0),
         presence_penalty=given.get("presence_penalty", 0.0),
-        repetition_penalty=given.get("repetition_penalty", 1.0),
+        repetition_penalty=max(given.get("repetition_penalty", 1.0), SMALLEST),
         bias_ids=list(bias),
         bias_values=list(bias.values()),
         **_exit_fields(given, limits),
@@ -348,7 +352,7 @@ def _logit_bias(raw: Any, vocab_size: int) -> dict[int, float]:
         # The length is looked at first: converting a very long number is slow.
         if len(str(key)) > 20 or int(key) >= vocab_size:
             raise RequestError(f"logit_bias: token id {_show(key)} is outside [0, {vocab_size})")
-        bias[int(key)] = check(f"logit_bias[{key}]", value)
+        bias[int(key)] = max(-LARGEST, min(check(f"logit_bias[{key}]", value), LARGEST))
     return dict(sorted(bias.items()))
 
 

@@ -10,22 +10,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from ouro_sgl.errors import ConfigError
 from ouro_sgl.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from ouro_sgl.vocabulary import (
+    byte_level_table,
+    find_anchor,
+    is_byte_level,
+    load_tokenizer,
+    special_ids,
+)
 
 # What structures a chat answer. Some checkpoints declare these tokens special, others do not.
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary, to the byte."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in set(shown)]
-    alphabet = {chr(byte): byte for byte in shown}
-    alphabet.update({chr(256 + index): byte for index, byte in enumerate(hidden)})
-    return alphabet
 
 
 class Tokenizer:
@@ -41,16 +37,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"{path} does not exist")
-        try:
-            # The bindings raise bare Exception, whatever is wrong with the file.
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise ConfigError(f"{path} is not a readable tokenizer: {error}") from None
-        # A truncating or padding tokenizer would silently change prompts.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = load_tokenizer(folder)
         definition = json.loads(self._tokenizer.to_str())
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= vocab_size:
@@ -58,13 +45,13 @@ class Tokenizer:
         self._tables: dict[bool, list[bytes]] | None = None
         self._anchor: list[int] = []
         markers = {self._tokenizer.token_to_id(marker) for marker in MARKERS}
-        self._hidden = frozenset(self._special_ids() - markers)  # with keep_markers
-        if _is_byte_level(definition["decoder"]):
+        self._hidden = frozenset(special_ids(self._tokenizer) - markers)  # with keep_markers
+        if is_byte_level(self._tokenizer):
             self._tables = self._byte_tables(vocab_size)
             everything = self._tables[False]
             self._marked_table = [b"" if i in self._hidden else data for i, data in enumerate(everything)]
         else:
-            self._anchor = self._find_anchor()
+            self._anchor = find_anchor(self._tokenizer)
         self.longest_token = self._longest_token(definition)
 
     def encode(self, text: str) -> list[int]:
@@ -107,40 +94,15 @@ class Tokenizer:
     def special_id(self, token: str) -> int | None:
         """Id of the special token that is written ``token``, if there is one."""
         token_id: int | None = self._tokenizer.token_to_id(token)
-        return token_id if token_id in self._special_ids() else None
+        return token_id if token_id in special_ids(self._tokenizer) else None
 
     def _byte_tables(self, vocab_size: int) -> dict[bool, list[bytes]]:
         """Bytes of every id, by ``skip_special_tokens``."""
-        alphabet = _byte_alphabet()
-        everything: list[bytes] = []
-        for token_id in range(vocab_size):
-            token = self._tokenizer.id_to_token(token_id) or ""
-            try:
-                everything.append(bytes([alphabet[character] for character in token]))
-            except KeyError:  # an added token that is plain text
-                everything.append(token.encode("utf-8"))
+        everything = byte_level_table(self._tokenizer, vocab_size)
         skipped = list(everything)
-        for token_id in self._special_ids():
+        for token_id in special_ids(self._tokenizer):
             skipped[token_id] = b""
         return {False: everything, True: skipped}
-
-    def _special_ids(self) -> set[int]:
-        added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
-        return {token_id for token_id, token in added.items() if token.special}
-
-    def _find_anchor(self) -> list[int]:
-        """An ordinary token whose text does not depend on what follows it, or nothing."""
-        special = self._special_ids()
-        for token_id in sorted(self._tokenizer.get_vocab(with_added_tokens=False).values()):
-            text = self._tokenizer.decode([token_id])
-            if (
-                token_id not in special
-                and text.isascii()
-                and text.isalnum()
-                and self._tokenizer.decode([token_id, token_id]).startswith(text)
-            ):
-                return [token_id]
-        return []
 
     def _longest_token(self, definition: dict[str, Any]) -> int | None:
         """Bytes of the longest token, when P tokens can never stand for more than P times as many."""
@@ -150,12 +112,3 @@ class Tokenizer:
         if self._tables is None or shrinks or definition["model"].get("unk_token") is not None:
             return None
         return max(map(len, self._tables[False]))
-
-
-def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
-    if decoder is None:
-        return False
-    if decoder["type"] == "Sequence":
-        parts = decoder["decoders"]
-        return len(parts) == 1 and _is_byte_level(parts[0])
-    return bool(decoder["type"] == "ByteLevel")

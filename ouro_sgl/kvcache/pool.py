@@ -56,6 +56,11 @@ class SlotPool:
         """Empty the radix cache. No row may hold a node."""
         self.allocator.give(self.radix.clear())
 
+    def flush_unlocked(self) -> None:
+        """Drop every cached prefix that no row holds, and every earlier match."""
+        self.allocator.give(self.radix.evict(self.radix.evictable))
+        self.radix.version += 1
+
     def check(self, owned: list[int], held_nodes: Iterable[Node | None], reserved: int) -> None:
         """Every slot is exactly one of free, cached and ``owned``; locks and promises add up.
 

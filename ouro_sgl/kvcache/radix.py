@@ -14,7 +14,7 @@ The tree only keeps books: it neither takes slots from the allocator nor gives t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from ouro_sgl.errors import IntegrityError
 
@@ -25,7 +25,7 @@ class Node:
     """One run of tokens below ``parent``. The root of a namespace has no parent and no tokens."""
 
     def __init__(
-        self, parent: Node | None, key: list[int], columns: Columns, serial: int, namespace: str | None
+        self, parent: Node | None, key: list[int], columns: Columns, serial: int, namespace: Hashable
     ) -> None:
         self.parent = parent
         self.key = key
@@ -47,14 +47,14 @@ class RadixCache:
         self.version = 0  # changes whenever an earlier match may have become wrong or too short
         self.evictable = 0  # distinct slots of unlocked nodes
         self.cached = 0  # distinct slots of all nodes
-        self._roots: dict[str | None, Node] = {}
+        self._roots: dict[Hashable, Node] = {}
         self._queue: list[tuple[int, int, Node]] = []  # (used, serial, leaf); entries may be stale
         self._clock = 0
         self._serial = 0
 
     # ------------------------------------------------------------------ reading
 
-    def match(self, tokens: Sequence[int], limit: int, extra_key: str | None) -> tuple[Node | None, int]:
+    def match(self, tokens: Sequence[int], limit: int, extra_key: Hashable) -> tuple[Node | None, int]:
         """The longest cached prefix of ``tokens[:limit]``.
 
         Splits a node that matches in part, so that the returned node ends where the match ends.
@@ -102,7 +102,7 @@ class RadixCache:
 
     # ------------------------------------------------------------------ changing
 
-    def extend(self, node: Node | None, tokens: list[int], columns: Columns, extra_key: str | None) -> Node:
+    def extend(self, node: Node | None, tokens: list[int], columns: Columns, extra_key: Hashable) -> Node:
         """Add ``tokens`` below ``node`` (None: at the root), unlocked; the tree now owns the slots.
 
         ``node`` and the number of tokens that it ends after must come from a :meth:`match` of the
@@ -182,7 +182,7 @@ class RadixCache:
 
     # ------------------------------------------------------------------ inside
 
-    def _make(self, parent: Node | None, key: list[int], columns: Columns, namespace: str | None) -> Node:
+    def _make(self, parent: Node | None, key: list[int], columns: Columns, namespace: Hashable) -> Node:
         self._serial += 1
         return Node(parent, key, columns, self._serial, namespace)
 

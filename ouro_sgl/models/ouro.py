@@ -9,7 +9,7 @@ depth or many in a batch, are the same code.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from ouro_kernels.elementwise import silu
@@ -56,6 +56,18 @@ class OuroModel:
         self.cos, self.sin = rope_table(
             max_position or config.max_position, config.head_dim, config.rope_theta, self.dtype, self.device
         )
+
+    def replace(self, weights: dict[str, torch.Tensor]) -> None:
+        """Overwrite every weight in place with one of the same shape, from any device."""
+        for index, layer in enumerate(self.layers):
+            fresh = self._layer(weights, index)
+            for field in fields(Layer):
+                getattr(layer, field.name).copy_(getattr(fresh, field.name))
+        self.embedding.copy_(weights["model.embed_tokens.weight"])
+        self.final_norm.copy_(weights["model.norm.weight"])
+        self.gate_weight.copy_(weights["model.early_exit_gate.weight"][0])
+        self.gate_bias.copy_(weights["model.early_exit_gate.bias"][0])
+        self.lm_head.copy_(weights["lm_head.weight"])
 
     @staticmethod
     def _layer(weights: dict[str, torch.Tensor], index: int) -> Layer:

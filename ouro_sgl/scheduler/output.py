@@ -36,6 +36,7 @@ class OutputBuffer:
         batch = TokenBatch(started=self._started, finished=list(self._finished.values()))
         uids, counts, ids, depths = [], [], [], []
         logprobs: dict[int, OutputLogprobs] = {}
+        lambdas: dict[int, list[list[float]]] = {}
         for uid, request in self._fresh.items():
             at, end = request.sent, len(request.output_ids)
             if at >= end:  # a stop string cut what was not sent yet
@@ -51,7 +52,10 @@ class OutputBuffer:
                 )
                 request.unsent_logprobs = []
                 request.unsent_tops = []
+            if request.params.exit_lambdas:
+                lambdas[uid] = request.unsent_lambdas[: end - at]
+                request.unsent_lambdas = []
         batch.uids, batch.counts, batch.token_ids, batch.exit_depths = uids, counts, ids, depths
-        batch.logprobs = logprobs
+        batch.logprobs, batch.exit_lambdas = logprobs, lambdas
         self._started, self._fresh, self._finished = [], {}, {}
         return batch

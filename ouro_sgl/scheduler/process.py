@@ -1,7 +1,7 @@
 """The scheduler process: sockets, start-up handshake, main loop.
 
-It sleeps in one poll over both sockets and its standard input, whose end says that the parent is
-gone. Whatever woke it, it takes in everything that has arrived, makes one step and sends at most
+It sleeps in one poll over both sockets, the word of its grammars and its standard input, whose end
+says that the parent is gone. Whatever woke it, it takes in everything that has arrived, makes one step and sends at most
 one plan and one batch of output.
 """
 
@@ -33,10 +33,12 @@ from ouro_sgl.messages import (
     SchedulerReady,
     ShutdownReq,
     StopReq,
+    WeightsUpdated,
     WorkerFailed,
     WorkerReady,
 )
 from ouro_sgl.scheduler.config import SchedulerConfig
+from ouro_sgl.scheduler.grammar import GrammarEngine
 from ouro_sgl.scheduler.scheduler import Scheduler
 
 IDLE_CHECK_MS = 1000  # quiet time after which an idle scheduler checks its books, once
@@ -68,8 +70,10 @@ class SchedulerProcess:
         self.from_worker: Receiver[Any] = Receiver(self.context, Edge.WORKER_TO_SCHEDULER, ipc_dir, bind=True)
         self.to_worker = Sender(self.context, Edge.SCHEDULER_TO_WORKER, ipc_dir, bind=True)
         self.stdin = stdin
+        self.grammars: GrammarEngine | None = None
+        self.grammar_news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.poller = zmq.Poller()
-        for source in (self.from_frontend.socket, self.from_worker.socket, stdin):
+        for source in (self.from_frontend.socket, self.from_worker.socket, self.grammar_news, stdin):
             self.poller.register(source, zmq.POLLIN)
         self.scheduler: Scheduler | None = None
 
@@ -88,6 +92,9 @@ class SchedulerProcess:
             self.report_failure(f"the scheduler failed: {error}")
             return 1
         finally:
+            if self.grammars is not None:
+                self.grammars.close()
+            os.close(self.grammar_news)
             for end in (self.from_frontend, self.to_frontend, self.from_worker, self.to_worker):
                 end.close()
             self.context.term()
@@ -102,7 +109,9 @@ class SchedulerProcess:
         """
         ready = self.await_worker()
         config = SchedulerConfig.resolve(self.args, ready)
-        self.scheduler = Scheduler(config)
+        folder = Path(self.args.tokenizer_path or self.args.model_path or "")
+        self.grammars = GrammarEngine(folder, ready.vocab_size, lambda: os.eventfd_write(self.grammar_news, 1))
+        self.scheduler = Scheduler(config, self.grammars)
         context = ready.context_length
         if self.args.context_length is not None:
             context = min(context, self.args.context_length)
@@ -117,6 +126,7 @@ class SchedulerProcess:
                 num_slots=ready.num_slots,
                 max_rows=ready.max_rows,
                 has_lookahead=ready.has_lookahead,
+                has_exit_lambdas=ready.has_exit_lambdas,
                 server_info={
                     **ready.server_info,
                     "rounds_in_flight": config.rounds_in_flight,
@@ -164,6 +174,8 @@ class SchedulerProcess:
             for message in self.from_worker.drain():
                 if isinstance(message, RoundEvents):
                     scheduler.process_events(message)
+                elif isinstance(message, WeightsUpdated):
+                    scheduler.weights_updated(message)
                 elif isinstance(message, WorkerFailed):
                     raise EngineDeadError(message.message)
                 else:
@@ -183,6 +195,9 @@ class SchedulerProcess:
             plan = scheduler.step()
             if plan is not None:
                 self.send_to_worker(plan)
+            update = scheduler.take_update()
+            if update is not None:
+                self.send_to_worker(update)
             output = scheduler.take_output()
             if output is not None:
                 self.send_to_frontend(output)
@@ -244,6 +259,8 @@ class SchedulerProcess:
         ready = dict(self.poller.poll(timeout_ms))
         if ready.get(self.stdin) and not os.read(self.stdin, 4096):
             raise ParentGoneError
+        if ready.get(self.grammar_news):
+            os.eventfd_read(self.grammar_news)
         return bool(ready)
 
     def await_peer(self, sender: Sender) -> None:

@@ -7,6 +7,7 @@ from collections import deque
 
 from ouro_sgl.kvcache.radix import Columns, Node
 from ouro_sgl.messages import FinishReason, GenerateReq, TopLogprobs
+from ouro_sgl.scheduler.grammar import NextTokens
 
 
 class RequestState(enum.IntEnum):
@@ -35,6 +36,8 @@ class Request:
         self.prompt_logprob_start = message.prompt_logprob_start
         self.extra_key = message.extra_key
         self.leader = message.leader
+        self.grammar = message.grammar
+        self.next_tokens: NextTokens | None = None  # what may come next; None until it is known
         self.arrival = arrival
         self.order = (-message.priority, arrival)  # the queue's order
         self.state = RequestState.WAITING
@@ -51,6 +54,8 @@ class Request:
         # on a row
         self.row = 0
         self.epoch = 0
+        self.generation = 0  # of the weights, at its admission
+        self.weight_versions: list[str] = []  # names of the weights that it ran with, oldest first
         self.cached_len = 0
         self.planned = 0  # prompt positions that are cached or in a planned chunk
         self.last_chunk = 0  # the newest chunk that holds the row
@@ -69,6 +74,7 @@ class Request:
         self.sent = 0
         self.unsent_logprobs: list[float] = []
         self.unsent_tops: list[TopLogprobs] = []
+        self.unsent_lambdas: list[list[float]] = []
         self.prompt_logprobs: list[float | None] = []
         self.prompt_tops: list[TopLogprobs | None] = []
         self.outcome = FinishReason.NONE

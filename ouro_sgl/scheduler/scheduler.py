@@ -37,6 +37,7 @@ from ouro_sgl.messages import (
     FinishReason,
     GenerateReq,
     Grant,
+    Mask,
     PromptLogprobs,
     Release,
     RoundEvents,
@@ -44,9 +45,12 @@ from ouro_sgl.messages import (
     Started,
     StepPlan,
     TokenBatch,
+    UpdateWeights,
+    WeightsUpdated,
 )
 from ouro_sgl.scheduler.admission import Admission, Verdict, WaitingQueue
 from ouro_sgl.scheduler.config import SchedulerConfig
+from ouro_sgl.scheduler.grammar import Grammars, NextTokens
 from ouro_sgl.scheduler.output import OutputBuffer
 from ouro_sgl.scheduler.prefill import PrefillQueue
 from ouro_sgl.scheduler.request import Request, RequestState
@@ -60,8 +64,9 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """State of all requests and all slots of one worker."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, grammars: Grammars) -> None:
         self.config = config
+        self.grammars = grammars
         self.layout: Layout = LAYOUTS[config.kv_layout](config.total_loops)
         self.pool = SlotPool(config.num_slots, config.total_loops)
         self.stats = Stats()
@@ -82,7 +87,14 @@ class Scheduler:
         self._releases: list[Request] = []  # ended by the host, release not planned yet
         self._draining: list[Request] = []  # release planned
         self._hungry: dict[int, Request] = {}  # by uid, rows that may need a grant
+        self._masked: dict[int, Request] = {}  # by uid, running rows whose mask is not planned yet
         self._controls: list[tuple[ControlReq, float]] = []  # with the time of arrival
+        self._replies: list[ControlReply] = []
+        self.paused = False
+        self.weight_version = "default"
+        self._generation = 0  # of the weights
+        self._update: ControlReq | None = None  # asked of the worker, not answered yet
+        self._unsent_update: UpdateWeights | None = None
         self._plan_id = 0
         self._chunk_id = 0
         self._arrivals = 0
@@ -111,6 +123,8 @@ class Scheduler:
         request.least_need = self.layout.need(len(request.input_ids), best, need)
         self._arrivals += 1
         self.requests[request.uid] = request
+        if request.grammar is not None:
+            self.grammars.start(request.uid, request.grammar, request.params.end_ids)
         leader = None if message.leader is None else self.requests.get(message.leader)
         if self.config.radix_cache and leader is not None and leader.state <= RequestState.PREFILL:
             self.waiting.hold(request, leader.uid)
@@ -148,11 +162,60 @@ class Scheduler:
 
     def control(self, message: ControlReq, now: float) -> None:
         """Note a question; :meth:`take_replies` answers it. ``now`` is in seconds of any clock."""
-        self._controls.append((message, now))
+        if message.op is ControlOp.PAUSE:
+            self._pause(message)
+        elif message.op is ControlOp.CONTINUE:
+            self.paused = False
+            self._replies.append(ControlReply(message.control_id, True))
+        elif message.op is ControlOp.UPDATE_WEIGHTS:
+            self._begin_update(message)
+        else:
+            self._controls.append((message, now))
+
+    def _pause(self, message: ControlReq) -> None:
+        self.paused = True
+        if message.arguments["abort"]:
+            for request in list(self.requests.values()):
+                self._end(request, FinishReason.ABORT, "Aborted: generation was paused")
+        self._replies.append(ControlReply(message.control_id, True))
+
+    def _begin_update(self, message: ControlReq) -> None:
+        problem = None
+        if self._update is not None:
+            problem = "another update of the weights is under way"
+        elif self.requests and not self.paused:
+            problem = f"the weights cannot be updated: {self._load()}; pause first"
+        if problem is not None:
+            self._replies.append(ControlReply(message.control_id, False, problem))
+            return
+        self._update = message
+        self._unsent_update = UpdateWeights(message.arguments["model_path"])
+
+    def take_update(self) -> UpdateWeights | None:
+        """An update for the worker, to be sent after the plan of the same step."""
+        update, self._unsent_update = self._unsent_update, None
+        return update
+
+    def weights_updated(self, message: WeightsUpdated) -> None:
+        """The worker's answer. Nothing cached from other weights is used again."""
+        asked, self._update = self._update, None
+        if asked is None:
+            raise IntegrityError("the worker reports an update of the weights that nobody asked for")
+        info: dict[str, Any] = {"paused_requests": 0}
+        if message.ok:
+            self._generation += 1
+            self.weight_version = asked.arguments["weight_version"] or str(self._generation)
+            self.pool.flush_unlocked()
+            for request in self.requests.values():
+                if request.state is not RequestState.WAITING:
+                    request.weight_versions.append(self.weight_version)
+                    info["paused_requests"] += 1
+            info["weight_version"] = self.weight_version
+        self._replies.append(ControlReply(asked.control_id, message.ok, message.message, info))
 
     def take_replies(self, now: float) -> list[ControlReply]:
         """Answers that are due: all but flushes which still wait for draining rows."""
-        replies = []
+        replies, self._replies = self._replies, []
         patient = []
         for message, since in self._controls:
             if message.op is ControlOp.INFO:
@@ -229,9 +292,13 @@ class Scheduler:
             request.unsent_logprobs.append(events.logprobs[index])
             if request.wants_tops:
                 request.unsent_tops.append(events.tops[index])
+        if request.params.exit_lambdas:
+            request.unsent_lambdas.append(events.exit_lambdas[index])
         self.output.tokens(request)
         if reason is FinishReason.NONE:
             self._hungry[request.uid] = request
+            if request.grammar is not None:
+                self.grammars.advance(request.uid, events.token_ids[index])
         else:
             matched = events.token_ids[index] if reason is FinishReason.STOP_ID else None
             self._finish(request, reason, matched=matched)
@@ -263,12 +330,23 @@ class Scheduler:
 
     def step(self) -> StepPlan | None:
         """The next plan, or None when the worker has nothing to be told."""
+        for found in self.grammars.take():
+            self._take_next_tokens(found)
         plan = StepPlan(self._plan_id + 1)
         for request in self._releases:
             request.release_plan = plan.plan_id
             plan.releases.append(Release(request.row, request.epoch))
             self._draining.append(request)
         self._releases.clear()
+        if not self.paused and self._update is None:
+            self._plan_work(plan)
+        if not (plan.releases or plan.admits or plan.grants or plan.chunks or plan.masks):
+            return None
+        self._plan_id = plan.plan_id
+        self.stats.plans += 1
+        return plan
+
+    def _plan_work(self, plan: StepPlan) -> None:
         if self._free_rows:
             self._admission.run(lambda r: self._match(r)[1], lambda r: self._admit(r, plan))
         while len(self._prefill) and len(self._chunks) < self.config.max_chunks_ahead:
@@ -278,11 +356,12 @@ class Scheduler:
             if grant is not None:
                 plan.grants.append(grant)
         self._hungry.clear()
-        if not (plan.releases or plan.admits or plan.grants or plan.chunks):
-            return None
-        self._plan_id = plan.plan_id
-        self.stats.plans += 1
-        return plan
+        for request in self._masked.values():
+            found = request.next_tokens
+            assert found is not None
+            position = len(request.input_ids) - 1 + found.index
+            plan.masks.append(Mask(request.row, request.epoch, position, found.bits))
+        self._masked.clear()
 
     def take_output(self) -> TokenBatch | None:
         """All that the frontend is to hear of what happened since the last call."""
@@ -312,6 +391,8 @@ class Scheduler:
         self._rows[row] = request
         request.row, request.epoch = row, self._epochs[row]
         request.state = RequestState.PREFILL
+        request.generation = self._generation
+        request.weight_versions = [self.weight_version]
         request.reserved = need
         request.node, request.tree_len = node, cached
         request.cached_len = request.planned = cached
@@ -341,7 +422,8 @@ class Scheduler:
         """The cached prefix of a waiting request, looked up again only when the cache changed."""
         radix = self.pool.radix
         if self.config.radix_cache and request.matched_version != radix.version:
-            request.match = radix.match(request.input_ids, request.match_limit, request.extra_key)
+            namespace = (self._generation, request.extra_key)
+            request.match = radix.match(request.input_ids, request.match_limit, namespace)
             request.matched_version = radix.version
         return request.match
 
@@ -402,7 +484,7 @@ class Scheduler:
         request.state = RequestState.RUNNING
         if self.layout.collapses_prompt:
             self._collapse(request)
-        elif self.config.radix_cache:
+        elif self.config.radix_cache and request.generation == self._generation:
             self._cache_prompt(request)
         prompt_logprobs = None
         start = request.prompt_logprob_start
@@ -411,12 +493,37 @@ class Scheduler:
             if None in (values[1:] if start == 0 else values):
                 raise IntegrityError(f"prompt log-probabilities of request {request.uid} are missing")
             prompt_logprobs = PromptLogprobs(start, values, request.prompt_tops)
-        self.output.start(Started(request.uid, request.cached_len, prompt_logprobs))
+        versions = list(request.weight_versions)
+        self.output.start(Started(request.uid, request.cached_len, prompt_logprobs, versions))
         self.waiting.release(request.uid)
         if request.params.max_new_tokens == 0:
             self._finish(request, FinishReason.LENGTH)
         else:
             self._hungry[request.uid] = request
+            self._use_next_tokens(request)
+
+    def _take_next_tokens(self, found: NextTokens) -> None:
+        """A request's grammar has been looked at; too late if the request has ended."""
+        request = self.requests.get(found.uid)
+        if request is None:
+            return
+        if found.error is not None:
+            self._end(request, FinishReason.ERROR, f"the grammar failed: {found.error}")
+            return
+        request.next_tokens = found
+        if request.state is RequestState.RUNNING:
+            self._use_next_tokens(request)
+
+    def _use_next_tokens(self, request: Request) -> None:
+        """Send the mask of a running row with the next plan, or end it if nothing may come."""
+        found = request.next_tokens
+        if found is None:
+            return
+        params = request.params
+        if found.complete and (not params.end_ids or found.index < params.min_new_tokens):
+            self._end(request, FinishReason.STOP_GRAMMAR)
+        else:
+            self._masked[request.uid] = request
 
     def _collapse(self, request: Request) -> None:
         """Layout ``shared``: every depth of the prompt now reads the deepest slot.
@@ -439,13 +546,14 @@ class Scheduler:
         """
         radix = self.pool.radix
         tokens = request.input_ids
-        node, found = radix.match(tokens, len(tokens), request.extra_key)
+        namespace = (self._generation, request.extra_key)
+        node, found = radix.match(tokens, len(tokens), namespace)
         if found == len(tokens) or radix.lock_cost(node) > self.pool.available:
             return
         at = found - request.cached_len
         columns = [column[at:] for column in request.prompt_slots]
         request.prompt_slots = [column[:at] for column in request.prompt_slots]
-        node = radix.extend(node, tokens[found:], columns, request.extra_key)
+        node = radix.extend(node, tokens[found:], columns, namespace)
         radix.lock(node)
         radix.unlock(request.node)
         request.node, request.tree_len = node, len(tokens)
@@ -467,11 +575,12 @@ class Scheduler:
             at += depth
         tokens = request.input_ids + request.output_ids[:count]
         radix = self.pool.radix
-        node, found = radix.match(tokens, len(tokens), request.extra_key)
+        namespace = (self._generation, request.extra_key)
+        node, found = radix.match(tokens, len(tokens), namespace)
         if found == len(tokens):
             return set()
         at = found - request.tree_len
-        node = radix.extend(node, tokens[found:], [c[at:] for c in columns], request.extra_key)
+        node = radix.extend(node, tokens[found:], [c[at:] for c in columns], namespace)
         return set().union(*node.columns)
 
     def _finish(
@@ -495,6 +604,7 @@ class Scheduler:
             request.state = RequestState.DRAINING
             self._prefill.remove(request)
             self._hungry.pop(request.uid, None)
+            self._masked.pop(request.uid, None)
             self._give_back_reservation(request)
             self._releases.append(request)
         self._report(request, reason, message=message)
@@ -510,6 +620,8 @@ class Scheduler:
         """The one terminal message of a request."""
         request.outcome = reason
         del self.requests[request.uid]
+        if request.grammar is not None:
+            self.grammars.forget(request.uid)
         self.waiting.release(request.uid)
         self.stats.count_finish(reason)
         self.output.finish(
@@ -520,6 +632,7 @@ class Scheduler:
                 cached_tokens=request.cached_len,
                 matched=matched,
                 message=message,
+                weight_versions=request.weight_versions,
             )
         )
 
@@ -528,9 +641,10 @@ class Scheduler:
         self._give_back_reservation(request)
         self._hungry.pop(request.uid, None)
         taken: set[int] = set()
-        served = request.outcome in (FinishReason.LENGTH, FinishReason.STOP_ID, FinishReason.STOP_STRING)
-        if self.config.radix_cache and self.config.radix_insert_generated != "never" and served:
-            taken = self._cache_generated(request)
+        if self.config.radix_cache and self.config.radix_insert_generated != "never":
+            current = request.generation == self._generation
+            if current and request.outcome not in (FinishReason.ABORT, FinishReason.ERROR):
+                taken = self._cache_generated(request)
         slots = request.owned_slots()
         self.pool.give([slot for slot in slots if slot not in taken] if taken else slots)
         self.pool.radix.unlock(request.node)
@@ -604,6 +718,8 @@ class Scheduler:
             "plans": stats.plans,
             "chunks": stats.chunks,
             "retractions": 0,
+            "paused": self.paused,
+            "weight_version": self.weight_version,
             "worker": dict(stats.worker),
         }
 

@@ -304,13 +304,12 @@ class CudaRounds:
             self._work.item_lane,
             self._work.item_start,
             self._work.num_items,
-            self._work.item_span,
+            self._work.fine,
             rows.max_rows,
             table_stride,
             BR=block_rows,
-            TILE=attention.TILE,
-            GROUP=attention.GROUP,
             FINE_TILES=attention.FINE_TILES,
+            **attention.SIZES,
         )
         self._core(bucket)
         state.finish_core_kernel[(bucket,)](

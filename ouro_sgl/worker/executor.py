@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from ouro_sgl.messages import Chunk, ExitMode
@@ -14,6 +15,7 @@ from ouro_sgl.worker.prefill import ChunkResult, Prompt, run_chunk
 from ouro_sgl.worker.round import Head, RoundBlock, RoundRunner
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
+from ouro_sgl.worker.update import replace_weights
 
 R = TypeVar("R", covariant=True)
 
@@ -34,6 +36,13 @@ class Executor(Protocol):
         self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
     ) -> Pending[ChunkResult]:
         """``between_layers`` must be called often enough while launching takes host time."""
+
+    def update_weights(self, folder: Path) -> None:
+        """Run with the weights in ``folder`` from the next launch on.
+
+        Raises:
+            ConfigError: they are not of this model's shapes, or not readable; nothing has changed.
+        """
 
     def decoding(self) -> AbstractContextManager[object]:
         """Where row state and the table columns of running rows are written."""
@@ -67,12 +76,16 @@ class TorchExecutor:
         min_coda_batch_size: int,
     ) -> None:
         self._model = model
+        self._heads = heads
         self._rows = rows
         self._attention = TorchAttention(pool, model.config.head_dim)
         self._runner = RoundRunner(model, rows, self._attention, heads, min_coda_batch_size)
 
     def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> Computed[RoundBlock]:
         return Computed(self._runner.run(wishes))
+
+    def update_weights(self, folder: Path) -> None:
+        self._heads.update(replace_weights(self._model, folder))
 
     def decoding(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -5,6 +5,7 @@ Touches only slots and table columns of PREFILL rows, which no decode round read
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -27,15 +28,18 @@ class Prompt:
     max_new_tokens: int
     logprob_start: int | None
     logprob_wish: LogprobWish
+    exit_lambdas: bool = False  # the exit gate's values at the last token are wanted
 
 
 @dataclass
 class ChunkResult:
-    """``final_hidden[row]`` is h_T [H] of the last prompt token, for rows whose prompt is complete."""
+    """For rows whose prompt is complete: ``final_hidden[row]`` is h_T [H] of its last token,
+    ``lambdas[row]`` [T] fp32 the exit gate's values there, if they are wanted."""
 
     chunk_id: int
     final_hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     logprobs: list[ChunkLogprobs] = field(default_factory=list)
+    lambdas: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def run_chunk(
@@ -46,14 +50,23 @@ def run_chunk(
     device = rows.device
     token_ids = torch.cat([prompt.token_ids[piece.start : piece.end] for piece, prompt in pieces])
     positions = torch.cat([torch.arange(piece.start, piece.end, device=device) for piece, _ in pieces])
+    ends = list(itertools.accumulate(piece.end - piece.start for piece, _ in pieces))
+    last_tokens = {
+        piece.row: end - 1
+        for (piece, prompt), end in zip(pieces, ends, strict=True)
+        if prompt.exit_lambdas and piece.end == len(prompt.token_ids)
+    }
+    result = ChunkResult(chunk.chunk_id)
+    result.lambdas = {row: torch.zeros(rows.total_loops, device=device) for row in last_tokens}
     hidden = model.prelude(token_ids)
     for depth in range(rows.total_loops):
         attention.plan_prefill(
             [(rows.slot_table[depth, piece.row, : piece.end].long(), piece.start) for piece, _ in pieces]
         )
         hidden = model.core(hidden, positions, attention.prefill)
+        for row, at in last_tokens.items():
+            result.lambdas[row][depth] = model.hazard(hidden[at : at + 1])[0]
 
-    result = ChunkResult(chunk.chunk_id)
     for (piece, prompt), states in zip(
         pieces, hidden.split([piece.end - piece.start for piece, _ in pieces]), strict=True
     ):

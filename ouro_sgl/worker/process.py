@@ -16,7 +16,7 @@ import zmq
 from ouro_sgl.config import ServerArgs
 from ouro_sgl.errors import ConfigError
 from ouro_sgl.ipc import Edge, Receiver, Sender
-from ouro_sgl.messages import PlanMessage, ShutdownReq, WorkerFailed
+from ouro_sgl.messages import PlanMessage, ShutdownReq, UpdateWeights, WorkerFailed
 from ouro_sgl.worker.build import build
 from ouro_sgl.worker.worker import Worker
 
@@ -33,6 +33,8 @@ def serve(worker: Worker, plans: Receiver[PlanMessage], events: Sender) -> None:
         for message in plans.drain():
             if isinstance(message, ShutdownReq):
                 stopping = True
+            elif isinstance(message, UpdateWeights):
+                events.send(worker.update_weights(message))
             else:
                 worker.apply(message)
         report = worker.step()

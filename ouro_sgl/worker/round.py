@@ -36,6 +36,7 @@ class RoundBlock:
     reasons: list[FinishReason] = field(default_factory=list)
     logprobs: dict[int, float] = field(default_factory=dict)
     tops: dict[int, TopLogprobs] = field(default_factory=dict)
+    exit_lambdas: dict[int, list[float]] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
@@ -110,8 +111,13 @@ class RoundRunner:
         rows, total = self._rows, self._rows.total_loops
         mode = rows.exit_mode[lanes]
         gated = (mode == OURO) | (mode == OURO_DELAYED)
+        reports = rows.reports_lambdas[lanes] != 0
         zeros = torch.zeros(len(lanes), device=hidden.device)
-        hazard = torch.where(gated, self._model.hazard(hidden), zeros) if bool(gated.any()) else zeros
+        hazard = zeros
+        if bool((gated | reports).any()):
+            value = self._model.hazard(hidden)
+            hazard = torch.where(gated, value, zeros)
+            rows.lambdas[lanes[reports], loops[reports] - 1] = value[reports]
         lookahead = zeros
         for head_mode, (weight, bias) in self._heads.items():
             uses = mode == int(head_mode)
@@ -164,6 +170,8 @@ class RoundRunner:
         block.token_ids = sampled.token_ids.tolist()
         block.logprobs = sampled.logprobs
         block.tops = sampled.tops
+        for index in rows.reports_lambdas[ready].nonzero().squeeze(1).tolist():
+            block.exit_lambdas[index] = rows.lambdas[ready[index], : block.exit_depths[index]].tolist()
         ends_by_length = (rows.position[ready] >= rows.last_position[ready]).tolist()
         ends_by_id = rows.is_end[ready, sampled.token_ids].tolist()
         finite = sampled.finite.tolist()

@@ -46,6 +46,7 @@ INTEGERS = (
     "biased",
     "constrained",
     "mask_position",  # the position whose mask lies in ``mask``
+    "reports_lambdas",
 )
 FLOATS = (
     "survival",
@@ -92,6 +93,7 @@ class Rows:
     biased: torch.Tensor
     constrained: torch.Tensor
     mask_position: torch.Tensor
+    reports_lambdas: torch.Tensor
     survival: torch.Tensor
     exit_threshold: torch.Tensor
     temperature: torch.Tensor
@@ -131,6 +133,8 @@ class Rows:
         self.bias = table(torch.float32, vocab_size)
         self.is_end = table(torch.bool, vocab_size)
         self.mask = table(torch.int32, -(-vocab_size // 32))  # bit i % 32 of word i // 32 allows id i
+        # the exit gate's value after each loop of the current token, of rows that report them
+        self.lambdas = table(torch.float32, total_loops)
         self.slot_table = torch.zeros(
             total_loops, max_rows, padded_length(max_length), dtype=torch.int32, device=device
         )
@@ -163,6 +167,7 @@ class Rows:
             "biased": bool(params.bias_ids),
             "constrained": params.constrained,
             "mask_position": -1,
+            "reports_lambdas": params.exit_lambdas,
         }
         floats = {
             "survival": 1.0,
@@ -222,11 +227,22 @@ class Rows:
         self.mask[mask.row] = words if self.device.type == "cpu" else words.pin_memory().to(self.device)
         self.mask_position[mask.row] = mask.position
 
-    def activate(self, row: int, prompt_length: int, hidden: torch.Tensor, *, share_last: bool) -> None:
+    def activate(
+        self,
+        row: int,
+        prompt_length: int,
+        hidden: torch.Tensor,
+        *,
+        share_last: bool,
+        lambdas: torch.Tensor | None = None,
+    ) -> None:
         """The prompt is in the cache: sample the first token from h_T [H] in the next round's coda.
 
         ``share_last`` (layout ``shared``): from now on every depth of the prompt reads the last loop.
+        ``lambdas`` [T] fp32: the exit gate's values at the last prompt token, if the row reports them.
         """
+        if lambdas is not None:
+            self.lambdas[row] = lambdas
         if share_last:
             last = self.slot_table[-1, row, :prompt_length].clone()
             self.slot_table[:, row, :prompt_length] = last

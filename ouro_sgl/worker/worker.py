@@ -11,10 +11,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from ouro_sgl.messages import Admit, Chunk, RoundEvents, Segment, StepPlan
+from ouro_sgl.errors import ConfigError
+from ouro_sgl.messages import (
+    Admit,
+    Chunk,
+    RoundEvents,
+    Segment,
+    StepPlan,
+    UpdateWeights,
+    WeightsUpdated,
+)
 from ouro_sgl.worker.executor import Computed, Executor, Pending
 from ouro_sgl.worker.kv_pool import KVPool
 from ouro_sgl.worker.prefill import ChunkResult, Prompt
@@ -121,6 +131,16 @@ class Worker:
             if self._has(mask.row, mask.epoch):
                 self.rows.set_mask(mask)
 
+    @torch.inference_mode()
+    def update_weights(self, message: UpdateWeights) -> WeightsUpdated:
+        """Load other weights; takes as long as that. Rows that run go on with them."""
+        folder = Path(message.model_path)
+        try:
+            self._executor.update_weights(folder)
+        except ConfigError as error:
+            return WeightsUpdated(False, str(error))
+        return WeightsUpdated(True, f"the weights of {folder} are loaded")
+
     def _wake(self) -> None:
         self._wakes += 1
         self._runnable = True
@@ -146,6 +166,7 @@ class Worker:
             params.max_new_tokens,
             admit.prompt_logprob_start,
             wish,
+            params.exit_lambdas,
         )
         if params.logprobs:
             self._wishes[admit.row] = wish
@@ -226,6 +247,7 @@ class Worker:
         events.rows, events.epochs, events.positions = result.rows, result.epochs, result.positions
         events.token_ids, events.exit_depths = result.token_ids, result.exit_depths
         events.reasons, events.logprobs, events.tops = result.reasons, result.logprobs, result.tops
+        events.exit_lambdas = result.exit_lambdas
         events.round_stats = {"rounds": 1, "lanes": result.lanes, "exits": result.exits}
         return events
 
@@ -240,7 +262,8 @@ class Worker:
                 self._forget(row)
                 continue
             share = self._settings.shared_layout
-            self.rows.activate(row, len(prompt.token_ids), hidden, share_last=share)
+            lambdas = result.lambdas.get(row)
+            self.rows.activate(row, len(prompt.token_ids), hidden, share_last=share, lambdas=lambdas)
             self._running.add(row)
             self._wake()
 

@@ -418,7 +418,10 @@ def test_a_client_that_leaves_is_aborted(served: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_failures(served: Served, stream: bool) -> None:
     """The mock refuses or breaks a request by its extra_key: before the first token, so by the status."""
-    for key, status, kind in (("refuse", 503, "ServiceUnavailableError"), ("break", 500, "InternalServerError")):
+    for key, status, kind in (
+        ("refuse", 503, "ServiceUnavailableError"),
+        ("break", 500, "InternalServerError"),
+    ):
         response = served.post("/v1/completions", prompt="a", extra_key=key, stream=stream)
         assert response.status_code == status
         body = response.json()
@@ -546,7 +549,23 @@ def test_the_client_reads_a_refusal(served: Served) -> None:
         served.client.chat.completions.create(model="m", messages=[{"role": "x", "content": ""}])  # type: ignore[list-item]
 
 
-ODD_VALUES: list[Any] = [None, True, 0, -1, 1.5, 10**30, "", "x", [], [1], ["x"], [[1]], {}, {"type": "x"}, {"a": {}}]
+ODD_VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    10**30,
+    "",
+    "x",
+    [],
+    [1],
+    ["x"],
+    [[1]],
+    {},
+    {"type": "x"},
+    {"a": {}},
+]
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -120,9 +120,17 @@ def lanes(
     return query, keys, values, table, index, torch.tensor(lengths, dtype=torch.int32, device="cuda")
 
 
-def make_work(lengths: list[int], span: int, heads: int, head_dim: int) -> WorkList:
-    """The list that ``begin_round_kernel`` would make, with items of ``span`` tokens."""
-    items = [(lane, at) for lane, length in enumerate(lengths) for at in range(0, length, span)]
+def group_of(length: int) -> int:
+    return attention.SHORT_GROUP if length <= attention.SHORT_LENGTH else attention.LONG_GROUP
+
+
+def make_work(lengths: list[int], heads: int, head_dim: int, *, fine: bool) -> WorkList:
+    """The list that ``begin_round_kernel`` would make."""
+    items = [
+        (lane, at)
+        for lane, length in enumerate(lengths)
+        for at in range(0, length, attention.TILE if fine else group_of(length))
+    ]
     work = WorkList(max(len(lengths), len(items)), max(lengths), heads, head_dim, torch.device("cuda"))
     work.table_index, work.length = work.table_index[: len(lengths)], work.length[: len(lengths)]
     work.length[:] = torch.tensor(lengths)
@@ -131,7 +139,7 @@ def make_work(lengths: list[int], span: int, heads: int, head_dim: int) -> WorkL
     work.first_item[: len(lengths)] = torch.tensor(starts)
     work.item_lane[: len(items)] = torch.tensor([lane for lane, _ in items])
     work.item_start[: len(items)] = torch.tensor([at for _, at in items])
-    work.num_items[0], work.item_span[0] = len(items), span
+    work.num_items[0], work.fine[0] = len(items), fine
     return work
 
 
@@ -143,8 +151,8 @@ def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_di
     query, keys, values, table, index, length = lanes(lengths, heads, kv_heads, head_dim, dtype)
     scale = head_dim**-0.5
 
-    def run(chosen: list[int], span: int) -> torch.Tensor:
-        work = make_work([lengths[lane] for lane in chosen], span, heads, head_dim)
+    def run(chosen: list[int], *, fine: bool) -> torch.Tensor:
+        work = make_work([lengths[lane] for lane in chosen], heads, head_dim, fine=fine)
         work.table_index[:] = index[chosen]
         work.partial.fill_(torch.nan)
         count = torch.tensor([len(chosen)], dtype=torch.int32, device="cuda")
@@ -152,12 +160,12 @@ def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_di
         attention.decode_attention(query[chosen], keys, values, table, work, count, out, scale, 500)
         return out
 
-    whole = run(list(range(len(lengths))), attention.GROUP)
+    whole = run(list(range(len(lengths))), fine=False)
     expected = attention.decode_attention_twin(query, keys, values, table, index, length, scale)
     assert relative_error(whole, expected) < tolerance(dtype)
     for lane in range(len(lengths)):
-        for span in (attention.GROUP, attention.TILE):
-            assert torch.equal(run([lane], span)[0], whole[lane]), (lengths[lane], span)
+        for fine in (False, True):
+            assert torch.equal(run([lane], fine=fine)[0], whole[lane]), (lengths[lane], fine)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

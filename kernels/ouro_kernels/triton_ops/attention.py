@@ -1,8 +1,8 @@
 """Decode attention at page size 1 over a device-built work list.
 
-Bits: a lane's keys are cut into tiles of ``TILE`` tokens at absolute positions and groups of
-``GROUP`` tokens. Each tile has its own maximum, sum and weighted values; the tiles of a group are
-merged in order, then the groups in order, always by ``_merge``. Who computes what may depend on the
+Bits: a lane's keys are cut into tiles of ``TILE`` tokens at absolute positions and, by the lane's own
+length, groups of ``group_size`` tokens. Each tile has its own maximum, sum and weighted values; the
+tiles of a group are merged in order, then the groups in order, always by ``_merge``. Who computes what may depend on the
 batch: a work item is one tile (few lanes: more programs) or one group (many lanes: fewer partial
 results), and both give the same chain of operations. The list is built once per round on the device
 and read by all layers; programs are persistent, so one captured launch serves any lengths. Slot
@@ -19,8 +19,29 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ouro_kernels.triton_ops.gemm import pdl_launch, prefetch
 
 TILE = 32
-GROUP = 512
+SHORT_LENGTH = 2048  # longer lanes have long groups: fewer partial results
+SHORT_GROUP = 512
+LONG_GROUP = 1024
 FINE_TILES = 768  # up to so many tiles in a round, an item is a tile
+UNROLL = 16  # partial results whose loads are in flight together
+
+
+@triton.jit
+def group_size(length, SHORT_LENGTH: tl.constexpr, SHORT_GROUP: tl.constexpr, LONG_GROUP: tl.constexpr):
+    return tl.where(length <= SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
+
+
+@triton.jit
+def item_span(
+    fine,
+    length,
+    TILE: tl.constexpr,
+    SHORT_LENGTH: tl.constexpr,
+    SHORT_GROUP: tl.constexpr,
+    LONG_GROUP: tl.constexpr,
+):
+    """Tokens of one work item of a lane."""
+    return tl.where(fine != 0, TILE, group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP))
 
 
 @triton.jit
@@ -42,7 +63,7 @@ def _decode_kernel(
     length_ptr,
     item_lane_ptr,
     item_start_ptr,
-    item_span_ptr,
+    fine_ptr,
     num_items_ptr,
     partial_ptr,
     peak_ptr,
@@ -53,16 +74,19 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     TILE: tl.constexpr,
+    SHORT_LENGTH: tl.constexpr,
+    SHORT_GROUP: tl.constexpr,
+    LONG_GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     items = tl.load(num_items_ptr) * HEADS
-    span = tl.load(item_span_ptr)
+    fine = tl.load(fine_ptr)
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     if PDL:
         # the work list is older than the kernel before this one, and so are most keys and values
-        if span == TILE and tl.program_id(0) < items:
+        if fine != 0 and tl.program_id(0) < items:
             item = tl.program_id(0) // HEADS
             lane = tl.load(item_lane_ptr + item)
             at = tl.load(item_start_ptr + item) + t
@@ -78,7 +102,9 @@ def _decode_kernel(
         head = work % HEADS
         lane = tl.load(item_lane_ptr + item)
         low = tl.load(item_start_ptr + item)
-        high = tl.minimum(low + span, tl.load(length_ptr + lane))
+        length = tl.load(length_ptr + lane)
+        span = item_span(fine, length, TILE, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
+        high = tl.minimum(low + span, length)
         table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
         query = tl.load(query_ptr + (lane * HEADS + head) * D + d).to(tl.float32) * scale
         inner = (head // (HEADS // KV_HEADS)) * D + d[None, :]
@@ -107,18 +133,51 @@ def _decode_kernel(
 
 
 @triton.jit
+def _merge_run(
+    partial_ptr,
+    peak_ptr,
+    total_ptr,
+    first,
+    begin,
+    end,
+    head,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Merge the items ``begin .. end - 1`` of a lane in order. A place past the end adds exact zeros."""
+    d = tl.arange(0, D)
+    peak = -float("inf")
+    total = 0.0
+    acc = tl.zeros((D,), tl.float32)
+    for start in tl.range(begin, end, UNROLL):
+        for offset in tl.static_range(UNROLL):
+            exists = start + offset < end
+            at = (first + start + offset) * HEADS + head
+            item_peak = tl.load(peak_ptr + at, mask=exists, other=-float("inf"))
+            item_total = tl.load(total_ptr + at, mask=exists, other=0.0)
+            part = tl.load(partial_ptr + at * D + d, mask=exists, other=0.0)
+            peak, total, acc = _merge(peak, total, acc, item_peak, item_total, part)
+    return peak, total, acc
+
+
+@triton.jit
 def _merge_kernel(
     partial_ptr,
     peak_ptr,
     total_ptr,
     length_ptr,
     first_item_ptr,
-    item_span_ptr,
+    fine_ptr,
     count_ptr,
     out_ptr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    SHORT_LENGTH: tl.constexpr,
+    SHORT_GROUP: tl.constexpr,
+    LONG_GROUP: tl.constexpr,
+    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -128,33 +187,41 @@ def _merge_kernel(
     if lane < tl.load(count_ptr):
         head = tl.program_id(1)
         d = tl.arange(0, D)
-        span = tl.load(item_span_ptr)
-        items = tl.cdiv(tl.load(length_ptr + lane), span)
-        per_group = GROUP // span
+        length = tl.load(length_ptr + lane)
+        group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
         first = tl.load(first_item_ptr + lane).to(tl.int64)
         peak = -float("inf")
         total = 0.0
         acc = tl.zeros((D,), tl.float32)
-        group_peak = -float("inf")
-        group_total = 0.0
-        group_acc = tl.zeros((D,), tl.float32)
-        for item in tl.range(0, items, num_stages=4):
-            at = (first + item) * HEADS + head
-            part = tl.load(partial_ptr + at * D + d)
-            group_peak, group_total, group_acc = _merge(
-                group_peak, group_total, group_acc, tl.load(peak_ptr + at), tl.load(total_ptr + at), part
-            )
-            if (item + 1) % per_group == 0 or item + 1 == items:
+        if tl.load(fine_ptr) != 0:
+            tiles = tl.cdiv(length, TILE)
+            for begin in tl.range(0, tiles, group // TILE):
+                end = tl.minimum(begin + group // TILE, tiles)
+                group_peak, group_total, group_acc = _merge_run(
+                    partial_ptr, peak_ptr, total_ptr, first, begin, end, head, HEADS, D, UNROLL
+                )
                 peak, total, acc = _merge(peak, total, acc, group_peak, group_total, group_acc)
-                group_peak = -float("inf")
-                group_total = 0.0
-                group_acc = tl.zeros((D,), tl.float32)
+        else:
+            peak, total, acc = _merge_run(
+                partial_ptr, peak_ptr, total_ptr, first, 0, tl.cdiv(length, group), head, HEADS, D, UNROLL
+            )
         tl.store(out_ptr + (lane * HEADS + head) * D + d, (acc / total).to(out_ptr.dtype.element_ty))
+
+
+SIZES = {
+    "TILE": TILE,
+    "SHORT_LENGTH": SHORT_LENGTH,
+    "SHORT_GROUP": SHORT_GROUP,
+    "LONG_GROUP": LONG_GROUP,
+}
 
 
 def max_items(max_lanes: int, max_length: int) -> int:
     """Work items per head that a round can have."""
-    return max(FINE_TILES, max_lanes * triton.cdiv(max_length, GROUP))
+    longest = max(
+        triton.cdiv(min(max_length, SHORT_LENGTH), SHORT_GROUP), triton.cdiv(max_length, LONG_GROUP)
+    )
+    return max(FINE_TILES, max_lanes * longest)
 
 
 class WorkList:
@@ -162,8 +229,8 @@ class WorkList:
 
     ``table_index`` [lanes]: row of the flat slot table [T * rows, max_length] of each lane;
     ``length`` [lanes]; ``first_item`` [lanes]: where the lane's items begin; ``item_lane`` and
-    ``item_start`` (a position) [items]; ``num_items`` [1]; ``item_span`` [1]: tokens per item, TILE
-    or GROUP. Partial results: ``partial`` fp32 [items, heads, D], ``peak``, ``total`` [items, heads].
+    ``item_start`` (a position) [items]; ``num_items`` [1]; ``fine`` [1]: 1 if an item is a tile, 0 if
+    it is a group. Partial results: ``partial`` fp32 [items, heads, D], ``peak``, ``total`` [items, heads].
     """
 
     def __init__(
@@ -179,7 +246,7 @@ class WorkList:
 
         self.table_index, self.length, self.first_item = ints(max_lanes), ints(max_lanes), ints(max_lanes)
         self.item_lane, self.item_start = ints(items), ints(items)
-        self.num_items, self.item_span = ints(1), ints(1)
+        self.num_items, self.fine = ints(1), ints(1)
         self.partial = numbers(items, heads, head_dim)
         self.peak, self.total = numbers(items, heads), numbers(items, heads)
 
@@ -214,7 +281,7 @@ def decode_attention(
         work.length,
         work.item_lane,
         work.item_start,
-        work.item_span,
+        work.fine,
         work.num_items,
         work.partial,
         work.peak,
@@ -224,8 +291,8 @@ def decode_attention(
         HEADS=heads,
         KV_HEADS=keys.shape[1],
         D=head_dim,
-        TILE=TILE,
         STAGES=stages,
+        **SIZES,
         PDL=pdl,
         num_warps=warps,
         **extra,
@@ -236,14 +303,15 @@ def decode_attention(
         work.total,
         work.length,
         work.first_item,
-        work.item_span,
+        work.fine,
         count,
         out,
         HEADS=heads,
         D=head_dim,
-        GROUP=GROUP,
+        UNROLL=UNROLL,
         PDL=pdl,
         num_warps=1,
+        **SIZES,
         **extra,
     )
 

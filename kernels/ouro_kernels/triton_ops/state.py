@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ouro_kernels.triton_ops.attention import item_span
+
 FREE = tl.constexpr(0)
 LIVE = tl.constexpr(2)
 CODA = tl.constexpr(3)
@@ -44,12 +46,14 @@ def begin_round_kernel(
     item_lane_ptr,
     item_start_ptr,
     num_items_ptr,
-    item_span_ptr,
+    fine_ptr,
     rows,
     table_stride,
     BR: tl.constexpr,
     TILE: tl.constexpr,
-    GROUP: tl.constexpr,
+    SHORT_LENGTH: tl.constexpr,
+    SHORT_GROUP: tl.constexpr,
+    LONG_GROUP: tl.constexpr,
     FINE_TILES: tl.constexpr,
 ):
     """One program: which rows run, and the attention work list of all of them, for all layers."""
@@ -75,16 +79,17 @@ def begin_round_kernel(
     tl.store(length_ptr + lane, length.to(tl.int32), mask=runs)
 
     tiles = tl.sum(tl.where(runs, tl.cdiv(length, TILE), 0).to(tl.int32), 0)
-    span = tl.where(tiles <= FINE_TILES, TILE, GROUP)
+    fine = (tiles <= FINE_TILES).to(tl.int32)
+    span = item_span(fine, length, TILE, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
     items = tl.where(runs, tl.cdiv(length, span), 0).to(tl.int32)
     first = tl.cumsum(items, 0) - items
-    tl.store(item_span_ptr, span)
+    tl.store(fine_ptr, fine)
     tl.store(first_item_ptr + lane, first, mask=runs)
     tl.store(num_items_ptr, tl.sum(items, 0))
     for item in tl.range(0, tl.max(items, 0)):
         mine = runs & (item < items)
         tl.store(item_lane_ptr + first + item, lane, mask=mine)
-        tl.store(item_start_ptr + first + item, tl.zeros_like(lane) + item * span, mask=mine)
+        tl.store(item_start_ptr + first + item, (item * span).to(tl.int32), mask=mine)
 
 
 @triton.jit

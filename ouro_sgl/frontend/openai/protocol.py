@@ -7,13 +7,20 @@ test holds both together.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 DEFAULT_MODEL = "default"
 
-TokenIds = list[int]
+T = TypeVar("T")
+# A long list of wrong values costs one error, not one for each of them.
+Items = Annotated[list[T], Field(fail_fast=True)]
+TokenIds = Items[int]
+# The values are checked where the ids are, one by one until the first wrong one.
+LogitBias = Annotated[
+    dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})
+]
 
 
 class Body(BaseModel):
@@ -54,11 +61,11 @@ class SharedFields(Body):
     model: str | None = Field(None, description="any name is accepted; the answer repeats it")
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    logit_bias: dict[str, float] | None = Field(None, description="added to the logits, by token id")
+    logit_bias: LogitBias | None = Field(None, description="added to the logits, by token id")
     n: int | None = Field(None, ge=1, description="samples of each prompt, default 1")
     response_format: ResponseFormat | None = None
     seed: int | None = Field(None, description="64 bit; the same seed gives the same tokens")
-    stop: str | list[str] | None = Field(None, description="at most 32 strings; the first in the list wins")
+    stop: str | Items[str] | None = Field(None, description="at most 32 strings; the first in the list wins")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0.0, description="below 1e-6: greedy")
@@ -70,15 +77,15 @@ class SharedFields(Body):
     min_tokens: int | None = Field(None, ge=0)
     repetition_penalty: float | None = Field(None, gt=0.0, le=2.0)
     stop_token_ids: TokenIds | None = None
-    stop_regex: str | list[str] | None = None
+    stop_regex: str | Items[str] | None = None
     no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | None = Field(None, description="a JSON schema, as a string")
-    rid: str | list[str] | None = Field(None, description="id for /abort_request and of the answer")
-    extra_key: str | list[str] | None = Field(None, description="namespace of the prefix cache")
+    rid: str | Items[str] | None = Field(None, description="id for /abort_request and of the answer")
+    extra_key: str | Items[str] | None = Field(None, description="namespace of the prefix cache")
     cache_salt: str | None = Field(None, description="as extra_key; both together are one namespace")
     priority: int | None = Field(None, description="higher goes first")
     return_token_ids: bool | None = Field(None, description="ids of prompt and output in every choice")
@@ -91,7 +98,7 @@ class SharedFields(Body):
     exit_threshold: float | None = Field(
         None, ge=0.0, le=1.0, description="leave when the exit probability reached this; 1: never early"
     )
-    exit_trace: list[int] | None = Field(
+    exit_trace: Items[int] | None = Field(
         None, description="exit depth of each output token; the first is full"
     )
     trace_id: str | None = Field(None, description="an entry of the server's exit trace file")
@@ -100,7 +107,7 @@ class SharedFields(Body):
 class CompletionRequest(SharedFields):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds] = Field(examples=["Once upon a time"])
+    prompt: str | Items[str] | TokenIds | Items[TokenIds] = Field(examples=["Once upon a time"])
     max_tokens: int | None = Field(None, ge=1, description="default 16")
     best_of: int | None = Field(None, description="only the value of n")
     echo: bool | None = Field(None, description="the text begins with the prompt")
@@ -130,12 +137,12 @@ class Message(Body):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = Field(
+    content: str | Items[TextPart] | None = Field(
         None, description="parts are joined by a space; null only from the assistant"
     )
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Items[MessageToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -165,12 +172,12 @@ class NamedTool(Body):
 class ChatRequest(SharedFields):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello!"}]])
+    messages: Items[Message] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello!"}]])
     max_tokens: int | None = Field(None, ge=1, description="default: to the end of the context")
     max_completion_tokens: int | None = Field(None, ge=1, description="goes before max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, description="needs logprobs")
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description="default: auto with tools; required and a named tool constrain the output"
     )

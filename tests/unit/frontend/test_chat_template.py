@@ -60,3 +60,25 @@ def test_the_template_cannot_leave_its_sandbox(tmp_path: Path, source: str) -> N
     template = ChatTemplate(write(tmp_path, chat_template=source))
     with pytest.raises(RequestError):
         template.render(HELLO)
+
+
+def test_tools_and_variables(tmp_path: Path) -> None:
+    source = "{{ tools | tojson }} {{ x }} {{ messages | length }} {{ strftime_now('%%') }}"
+    template = ChatTemplate(write(tmp_path, chat_template=source))
+    tool = {"type": "function", "function": {"name": "<é>"}}
+    given = {"x": 5, "messages": "ignored"}
+    assert template.render(HELLO, [tool], given) == f"{json.dumps([tool], ensure_ascii=False)} 5 1 %"
+    assert template.render(HELLO) == "null  1 %"
+
+
+def test_one_of_several_templates(tmp_path: Path) -> None:
+    several = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
+    assert ChatTemplate(write(tmp_path, chat_template=several)).render(HELLO) == "yes"
+    with pytest.raises(ConfigError, match="no chat template"):
+        ChatTemplate(write(tmp_path, chat_template=several[:1]))
+
+
+def test_a_template_may_fail_in_any_way(tmp_path: Path) -> None:
+    for source in ("{{ 1 // 0 }}", "{{ 'a' + messages }}", "{{ messages[0].content.x.y }}"):
+        with pytest.raises(RequestError, match="refuses these messages"):
+            ChatTemplate(write(tmp_path, chat_template=source)).render(HELLO)

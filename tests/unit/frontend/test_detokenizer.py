@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models
 
 from ouro_sgl.errors import ConfigError
 from ouro_sgl.frontend.detokenizer import Detokenizer
@@ -200,3 +201,28 @@ def test_ids_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match="258 is not below the model's vocab_size 258"):
         Tokenizer(tmp_path, 258)
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, metaspace_tokenizer])
+def test_markers_are_shown_on_demand(tmp_path: Path, make: Callable[[], RawTokenizer]) -> None:
+    raw = make()
+    raw.add_special_tokens([AddedToken("<think>", special=True), AddedToken("</think>", special=True)])
+    tokenizer = load(tmp_path, raw)
+    ids = [*tokenizer.encode("<think>"), *tokenizer.encode("ab"), SPECIAL_ID, *tokenizer.encode("</think>")]
+    for skip, keep, shown in (
+        (True, False, "ab"),
+        (True, True, "<think>ab</think>"),
+        (False, True, "<think>ab<|im_end|></think>"),
+        (False, False, "<think>ab<|im_end|></think>"),
+    ):
+        text = "".join(pieces_of(tokenizer.detokenizer(skip, keep), one_by_one(ids)))
+        assert text.replace(" ", "") == shown
+    assert tokenizer.special_id("<|im_end|>") == SPECIAL_ID
+    assert tokenizer.special_id("<think>") == ids[0]
+    assert tokenizer.special_id("a") is None
+    assert tokenizer.special_id("nothing like it") is None
+    assert tokenizer.token_bytes(SPECIAL_ID) == b"<|im_end|>"
+
+
+def test_bytes_of_a_token(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.token_bytes(token_id) for token_id in byte_ids("é")] == [b"\xc3", b"\xa9"]

@@ -427,3 +427,20 @@ async def test_a_message_that_makes_no_sense_ends_every_call(pair: Pair) -> None
     scheduler.inject(TokenBatch(uids=[1, 2], counts=[1]))
     with pytest.raises(RequestError, match="internal error"):
         await asyncio.wait_for(exhaust(stream), 10)
+
+
+async def test_a_slow_reader_of_a_batch_sees_every_end_once(pair: Pair) -> None:
+    """Sequences that end while the snapshot of another one is on its way."""
+    manager, _ = pair
+    ends, snapshots = [], 0
+    payload = {"text": ["abcd", "efgh", "ijkl"], "sampling_params": {"max_new_tokens": 200}}
+    async for answer in manager.stream(payload):
+        snapshots += 1
+        if answer["meta_info"]["finish_reason"] is not None:
+            ends.append(answer["index"])
+        if snapshots == 1:
+            await asyncio.sleep(0.05)  # all three have something to show
+        elif snapshots == 2:
+            assert not ends
+            await wait_for(lambda: not manager._running)
+    assert sorted(ends) == [0, 1, 2]

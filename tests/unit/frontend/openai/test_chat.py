@@ -71,7 +71,11 @@ def test_continuing_the_final_message(folder: Path) -> None:
 
 def test_arguments_of_calls_reach_the_template_as_objects(folder: Path) -> None:
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": null}'}}
-    said = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    said = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+    ]
     template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}{{ messages[2].content }}"
     assert job(folder, template, messages=said).body.text == '{"a": null}3'
     for arguments in ("{", "[]", "5", "[" * 5000):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +50,7 @@ def test_the_parts(inside: bool, text: str, reasoning: str, content: str) -> Non
 def test_cutting_a_text_changes_nothing(words: list[str], cuts: list[int], inside: bool) -> None:
     text = "".join(words)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
     assert split(pieces, inside) == split([text], inside)
 
 

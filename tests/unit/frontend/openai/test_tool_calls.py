@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -61,7 +62,7 @@ def test_marked_calls(text: str, content: str, calls: list[ToolCall]) -> None:
 def test_cutting_a_text_changes_nothing(words: list[str], cuts: list[int]) -> None:
     text = "".join(words)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
     assert parse(MarkedCalls(NAMES), pieces) == parse(MarkedCalls(NAMES), [text])
 
 
@@ -81,7 +82,11 @@ def test_listed_calls() -> None:
 
 
 def test_the_schema_of_listed_calls() -> None:
-    city = {"type": "object", "properties": {"c": {"$ref": "#/$defs/City"}}, "$defs": {"City": {"enum": ["x"]}}}
+    city = {
+        "type": "object",
+        "properties": {"c": {"$ref": "#/$defs/City"}},
+        "$defs": {"City": {"enum": ["x"]}},
+    }
     functions = [{"name": "add"}, {"name": "weather", "parameters": city}]
     schema = calls_schema(functions, single=False)
     assert schema["$defs"] == city["$defs"]

@@ -1,0 +1,113 @@
+"""Grammars that clients send: translated and tried out before the scheduler sees them.
+
+Compiling can take any time and memory (a short schema may describe an automaton of millions of
+states), so it happens in a process of its own that limits itself and may die of it: then the grammar
+is refused, and the next one gets a new process. It starts with the first grammar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from ouro_sgl.errors import RequestError
+from ouro_sgl.launch import child_environment
+
+KINDS = ("json_schema", "regex", "ebnf")
+MAX_SOURCE_BYTES = 256 << 10
+CACHED_VERDICTS = 64
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """``kind`` is the name of the request's field, ``source`` what it holds."""
+
+    kind: str
+    source: str
+
+
+class Verdict(msgspec.Struct):
+    """The grammar in llguidance's notation, or why there is none."""
+
+    grammar: str | None = None
+    error: str = ""
+
+
+class GrammarTrial:
+    """Tries grammars, one after the other.
+
+    Args:
+        folder: holds ``tokenizer.json``.
+        vocab_size: rows of the model's embedding.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._command = [
+            *(sys.executable, "-P", "-m", "ouro_sgl.frontend.grammar_process"),
+            *(str(folder), str(vocab_size)),
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._verdicts: OrderedDict[Grammar, Verdict] = OrderedDict()
+
+    async def translate(self, grammar: Grammar) -> str:
+        """The grammar in llguidance's notation, known to compile.
+
+        Raises:
+            RequestError: it is wrong, or takes too much time or memory; names the field.
+        """
+        verdict = self._verdicts.get(grammar)
+        if verdict is None:
+            loop = asyncio.get_running_loop()
+            verdict = await loop.run_in_executor(self._thread, self._try, grammar)
+            self._verdicts[grammar] = verdict
+            if len(self._verdicts) > CACHED_VERDICTS:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(grammar)
+        if verdict.grammar is None:
+            raise RequestError(f"{grammar.kind}: {verdict.error}")
+        return verdict.grammar
+
+    def close(self) -> None:
+        """End the process."""
+        process = self._process
+        if process is not None:
+            process.kill()  # the thread, should it wait for an answer, gets none
+        self._thread.shutdown()
+        if process is not None:
+            self._reap(process)
+
+    def _try(self, grammar: Grammar) -> Verdict:
+        """Blocks for as long as the process takes; it limits its own time."""
+        process = self._process
+        if process is None:
+            process = self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=child_environment(),
+                process_group=0,  # Ctrl-C reaches the parent alone
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(msgspec.json.encode(grammar) + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        if answer:
+            return msgspec.json.decode(answer, type=Verdict)
+        self._process = None
+        self._reap(process)
+        return Verdict(error="the grammar is too complex: compiling it takes too much time or memory")
+
+    @staticmethod
+    def _reap(process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.communicate()
