@@ -19,6 +19,8 @@ from typing import Any
 
 import msgspec
 
+INITIAL_WEIGHT_VERSION = "default"  # the name of the weights that a server starts with
+
 
 class ExitMode(enum.IntEnum):
     """When a generated token leaves the loop."""

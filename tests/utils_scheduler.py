@@ -21,6 +21,7 @@ from ouro_sgl.messages import (
     FinishReason,
     GenerateReq,
     Grant,
+    Mask,
     RoundEvents,
     RowParams,
     Started,
@@ -29,6 +30,7 @@ from ouro_sgl.messages import (
     TopLogprobs,
 )
 from ouro_sgl.scheduler.config import SchedulerConfig
+from ouro_sgl.scheduler.grammar import NextTokens
 from ouro_sgl.scheduler.scheduler import Scheduler
 
 VOCAB = 97
@@ -61,8 +63,24 @@ def prompt_logprob(prefix: int, token: int) -> float:
     return -float(hash((prefix, token)) % 1000) / 100
 
 
+def grammar_ids(source: str, index: int) -> set[int]:
+    """What a grammar of :class:`FakeGrammars` allows after ``index`` tokens, end ids aside.
+
+    ``source`` is "STEP LENGTH": LENGTH tokens, each a multiple of STEP.
+    """
+    if source.startswith("fail"):
+        return set(range(VOCAB))
+    step, length = map(int, source.split())
+    return set(range(0, VOCAB, step)) if index < length else set()
+
+
+def allowed_token(wanted: int, allowed: set[int]) -> int:
+    """The first allowed id from ``wanted`` on, around the end of the vocabulary."""
+    return min(allowed, key=lambda token: (token - wanted) % VOCAB)
+
+
 def expected_output(
-    prompt: list[int], params: RowParams, loops: int
+    prompt: list[int], params: RowParams, loops: int, grammar: str | None = None
 ) -> tuple[list[int], list[int], FinishReason]:
     """Tokens, exit depths and ending of a request that nobody disturbs."""
     prefix = prefix_hash(prompt)
@@ -71,12 +89,57 @@ def expected_output(
     reason = FinishReason.LENGTH
     while len(tokens) < params.max_new_tokens:
         depths.append(loops if not tokens else exit_depth(prefix, len(tokens) - 1, params))
-        tokens.append(next_token(prefix))
+        token = next_token(prefix)
+        if grammar is not None:
+            allowed = grammar_ids(grammar, len(tokens))
+            if not allowed and not params.end_ids:
+                depths.pop()
+                reason = FinishReason.STOP_GRAMMAR
+                break
+            token = allowed_token(token, allowed or set(params.end_ids))
+        tokens.append(token)
         prefix = extend_hash(prefix, tokens[-1])
         if len(tokens) < params.max_new_tokens and tokens[-1] in params.end_ids:
             reason = FinishReason.STOP_ID
             break
     return tokens, depths, reason
+
+
+class FakeGrammars:
+    """Grammars as in :func:`grammar_ids`, found out after a random delay; "fail N" fails after N tokens."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.open: dict[int, tuple[str, list[int], int]] = {}  # source, end ids, tokens matched
+        self.found: list[NextTokens] = []
+
+    def start(self, uid: int, source: str, end_ids: list[int]) -> None:
+        assert uid not in self.open
+        self.open[uid] = (source, end_ids, 0)
+        self._find(uid)
+
+    def advance(self, uid: int, token_id: int) -> None:
+        source, end_ids, index = self.open[uid]
+        assert token_id in grammar_ids(source, index), "a token that the mask had excluded"
+        self.open[uid] = (source, end_ids, index + 1)
+        self._find(uid)
+
+    def forget(self, uid: int) -> None:
+        del self.open[uid]
+
+    def take(self) -> list[NextTokens]:
+        ready = [found for found in self.found if self.rng.random() < 0.5]
+        self.found = [found for found in self.found if found not in ready]
+        return ready
+
+    def _find(self, uid: int) -> None:
+        source, end_ids, index = self.open[uid]
+        if source.startswith("fail") and index >= int(source.split()[1]):
+            self.found.append(NextTokens(uid, index, error="no way on"))
+            return
+        allowed = grammar_ids(source, index)
+        bits = sum(1 << token for token in allowed or set(end_ids)).to_bytes(-(-VOCAB // 32) * 4, "little")
+        self.found.append(NextTokens(uid, index, bits, complete=not allowed))
 
 
 @dataclass
@@ -93,6 +156,7 @@ class FakeRow:
     position: int = 0
     depth: int = 0
     granted_until: int = 0
+    mask: Mask | None = None
     exits: dict[int, int] = field(default_factory=dict)  # exit depth by generated position
 
 
@@ -167,6 +231,13 @@ class FakeWorker:
             )
         for grant in plan.grants:
             self._grant(grant)
+        for mask in plan.masks:
+            row = self.rows[mask.row]
+            if row.epoch == mask.epoch and row.state != "done":
+                assert row.params.constrained
+                assert row.mask is None or mask.position == row.mask.position + 1
+                assert mask.position == len(row.tokens) - 1
+                row.mask = mask
         for chunk in plan.chunks:
             self._chunk(chunk)
         self.applied.append((plan.plan_id, self.launched))
@@ -286,7 +357,8 @@ class FakeWorker:
         for number, row in self.rows.items():
             if row.state == "live" and row.position < row.granted_until:
                 self._core(row, launched.uses)
-            if row.state == "coda" and self.rng.random() < 0.8:
+            ready = not row.params.constrained or (row.mask and row.mask.position == row.position)
+            if row.state == "coda" and ready and self.rng.random() < 0.8:
                 self._coda(row, number, launched.events)
         self.launched += 1
         for slot in launched.uses:
@@ -313,6 +385,9 @@ class FakeWorker:
             row.state = "done"
             return
         token = next_token(row.hashes[row.position])
+        if row.mask is not None:
+            bits = int.from_bytes(row.mask.bits, "little")
+            token = allowed_token(token, {i for i in range(VOCAB) if bits >> i & 1})
         row.hashes.append(extend_hash(row.hashes[row.position], token))
         row.tokens.append(token)
         count = len(row.tokens) - row.prompt_len
@@ -337,6 +412,10 @@ class FakeWorker:
 
     def has_work(self) -> bool:
         return any(row.state in ("live", "coda") for row in self.rows.values())
+
+    def weights_updated(self) -> None:
+        """Other weights: nothing that a slot holds may be read by a request that is admitted later."""
+        self.holds = {slot: (~prefix, depth) for slot, (prefix, depth) in self.holds.items()}
 
     def report(self) -> RoundEvents | None:
         """What retired since the last report; None if nothing did."""
@@ -384,7 +463,8 @@ class Simulation:
     ) -> None:
         self.rng = random.Random(seed)
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.grammars = FakeGrammars(self.rng)
+        self.scheduler = Scheduler(config, self.grammars)
         exact = config.radix_insert_generated == "never"
         self.worker = FakeWorker(config, self.rng, error_rate, exact)
         self.plans: deque[StepPlan] = deque()
@@ -402,6 +482,7 @@ class Simulation:
         top = {k: options.pop(k) for k in list(options) if k in GenerateReq.__struct_fields__}
         options.setdefault("max_loops", self.config.total_loops)
         options.setdefault("max_new_tokens", 4)
+        options["constrained"] = "grammar" in top
         message = GenerateReq(uid, prompt, RowParams(**options), **top)
         self.answers[uid] = Answer(message)
         self.scheduler.add(message)
@@ -510,6 +591,7 @@ class Simulation:
         scheduler = self.scheduler
         scheduler.check_integrity()
         assert scheduler.idle
+        assert not self.grammars.open
         assert len(scheduler.pool.allocator) + scheduler.pool.radix.cached == self.config.num_slots
         assert scheduler.pool.radix.evictable == scheduler.pool.radix.cached
         assert scheduler.pool.reserved == 0
@@ -519,7 +601,13 @@ class Simulation:
     def check_answer(self, answer: Answer) -> None:
         finished, message = answer.finished, answer.message
         assert finished is not None, f"request {message.uid} was never answered"
-        tokens, depths, reason = expected_output(message.input_ids, message.params, self.config.total_loops)
+        if message.grammar is not None and message.grammar.startswith("fail"):
+            assert finished.reason is FinishReason.ERROR
+            assert "no way on" in (finished.message or "")
+            return
+        tokens, depths, reason = expected_output(
+            message.input_ids, message.params, self.config.total_loops, message.grammar
+        )
         count = finished.num_tokens
         assert answer.tokens[:count] == tokens[:count]
         assert answer.depths[:count] == depths[:count]
@@ -548,6 +636,11 @@ class Simulation:
         ]
         assert found is not None
         assert (found.start, found.values) == (start, values)
+
+
+def make_scheduler(**changes: object) -> Scheduler:
+    """A scheduler of :func:`make_config`; its grammars answer when they like."""
+    return Scheduler(make_config(**changes), FakeGrammars(random.Random(0)))
 
 
 def make_config(**changes: object) -> SchedulerConfig:

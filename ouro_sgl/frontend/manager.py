@@ -24,6 +24,7 @@ import zmq
 from ouro_sgl.config import ServerArgs
 from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.exit_traces import load_traces, save_traces
+from ouro_sgl.frontend.grammar import Grammar, GrammarTrial
 from ouro_sgl.frontend.metrics import Metrics
 from ouro_sgl.frontend.sampling import EXIT_MODES, Limits, mix_seed
 from ouro_sgl.frontend.schema import Expanded, GenerateBody, Prompt, convert_body, expand
@@ -31,6 +32,7 @@ from ouro_sgl.frontend.sequence import Sequence, SequenceLogprobs
 from ouro_sgl.frontend.tokenizer import Tokenizer
 from ouro_sgl.ipc import Edge, Receiver, Sender
 from ouro_sgl.messages import (
+    INITIAL_WEIGHT_VERSION,
     AbortReq,
     ControlOp,
     ControlReply,
@@ -156,6 +158,9 @@ class TokenizerManager:
         self.model_name = args.served_model_name or args.model_path
         self.model: OuroConfig = load_config(folder)
         self.tokenizer = Tokenizer(Path(args.tokenizer_path or folder), self.model.vocab_size)
+        self.weight_version = INITIAL_WEIGHT_VERSION  # of the weights that are served
+        self.model_path = args.model_path  # where they come from
+        self._grammars = GrammarTrial(Path(args.tokenizer_path or folder), self.model.vocab_size)
         self._seeds = random.Random(args.random_seed)  # None: from the system's entropy
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name)
@@ -200,6 +205,12 @@ class TokenizerManager:
             hurry: set to abort them at once.
         """
         self.stopping = True
+        if self._calls and not hurry.is_set():
+            log.info(
+                "shutting down: open calls (%d) get up to %g s, a second signal ends them at once",
+                len(self._calls),
+                timeout,
+            )
         deadline = self._loop.time() + timeout
         while self._calls and self._loop.time() < deadline and not hurry.is_set() and self.failure is None:
             await asyncio.sleep(0.02)
@@ -223,6 +234,7 @@ class TokenizerManager:
         self._receiver.close()
         self._context.term()
         self._long_texts.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
         if self.args.record_exit_trace:
             save_traces(Path(self.args.record_exit_trace), self._recorded)
 
@@ -304,9 +316,10 @@ class TokenizerManager:
         try:
             limits = self.limits()
             expanded = expand(body, limits, max_sequences)
+            grammars = await self._translate_grammars(expanded.prompts)
             await self._tokenize(expanded.prompts, limits)
             # From here on nothing awaits: ids are checked and taken, and all is sent, at once.
-            call, requests = self._make_call(body, expanded, keep_markers)
+            call, requests = self._make_call(body, expanded, grammars, keep_markers)
         except RequestError:
             self.metrics.refused.inc()
             raise
@@ -347,6 +360,17 @@ class TokenizerManager:
         if uids:
             self._send(AbortReq(uids))
 
+    async def _translate_grammars(self, prompts: list[Prompt]) -> dict[Grammar, str]:
+        """What the scheduler is to be told of the grammars of a call."""
+        wanted = {prompt.sampling.grammar for prompt in prompts}
+        if wanted == {None}:
+            return {}
+        translated = {
+            grammar: await self._grammars.translate(grammar) for grammar in wanted if grammar is not None
+        }
+        self.limits()  # the server may have stopped meanwhile
+        return translated
+
     async def _tokenize(self, prompts: list[Prompt], limits: Limits) -> None:
         texts = [prompt for prompt in prompts if prompt.text is not None]
         size = 0
@@ -372,7 +396,7 @@ class TokenizerManager:
             encode()
 
     def _make_call(
-        self, body: GenerateBody, expanded: Expanded, keep_markers: bool
+        self, body: GenerateBody, expanded: Expanded, grammars: dict[Grammar, str], keep_markers: bool
     ) -> tuple[Call, list[GenerateReq]]:
         samples = expanded.samples
         rids = expanded.rids
@@ -396,6 +420,8 @@ class TokenizerManager:
                     f"{len(prompt.ids)} tokens"
                 )
             seed = prompt.sampling.new_seed(self._seeds)
+            written = prompt.sampling.grammar
+            grammar = None if written is None else grammars[written]
             leader: int | None = None
             for sample in range(samples):
                 params = prompt.sampling.row_params(
@@ -404,6 +430,7 @@ class TokenizerManager:
                     logprobs=prompt.logprobs,
                     top_logprobs_num=prompt.top_logprobs_num,
                     token_ids_logprob=prompt.token_ids_logprob,
+                    exit_lambdas=bool(body.return_exit_logprobs),
                 )
                 index = len(sequences)
                 uid = next(self._uids)
@@ -419,6 +446,7 @@ class TokenizerManager:
                         SequenceLogprobs(texts, params) if prompt.logprobs else None,
                         bool(body.return_prompt_token_ids),
                         keep_markers,
+                        self.weight_version,
                     )
                 )
                 requests.append(
@@ -430,6 +458,7 @@ class TokenizerManager:
                         extra_key=prompt.extra_key,
                         priority=body.priority or 0,
                         leader=leader,
+                        grammar=grammar if params.max_new_tokens else None,
                     )
                 )
                 leader = leader or uid
@@ -453,13 +482,48 @@ class TokenizerManager:
         """
         return (await self._control(ControlOp.INFO)).info
 
-    async def _control(self, op: ControlOp) -> ControlReply:
+    async def pause(self, *, abort: bool) -> None:
+        """Stop generating. New requests wait.
+
+        Args:
+            abort: end all requests; else running ones stay as they are.
+
+        Raises:
+            RequestError: the scheduler is not there.
+        """
+        await self._control(ControlOp.PAUSE, {"abort": abort})
+
+    async def resume(self) -> None:
+        """Undo :meth:`pause`.
+
+        Raises:
+            RequestError: the scheduler is not there.
+        """
+        await self._control(ControlOp.CONTINUE)
+
+    async def update_weights(self, model_path: str, weight_version: str | None) -> ControlReply:
+        """Serve the weights in another folder; ``ok`` is false if the old ones go on serving.
+
+        Args:
+            weight_version: their name; None: the number of the update.
+
+        Raises:
+            RequestError: the scheduler is not there.
+        """
+        arguments = {"model_path": model_path, "weight_version": weight_version}
+        reply = await self._control(ControlOp.UPDATE_WEIGHTS, arguments)
+        if reply.ok:
+            self.weight_version = reply.info["weight_version"]
+            self.model_path = model_path
+        return reply
+
+    async def _control(self, op: ControlOp, arguments: dict[str, Any] | None = None) -> ControlReply:
         self.limits()
         control_id = next(self._control_ids)
         reply: asyncio.Future[ControlReply] = self._loop.create_future()
         self._controls[control_id] = reply
         try:
-            self._send(ControlReq(control_id, op))
+            self._send(ControlReq(control_id, op, arguments or {}))
             return await reply
         finally:
             del self._controls[control_id]
@@ -529,6 +593,7 @@ class TokenizerManager:
             context_length=facts.context_length,
             served_length=facts.served_length,
             has_lookahead=facts.has_lookahead,
+            has_exit_lambdas=facts.has_exit_lambdas,
             end_ids=self.model.end_ids,
             exit_mode=EXIT_MODES[args.exit_mode],
             exit_threshold=self.model.early_exit_threshold if threshold is None else threshold,
@@ -543,7 +608,7 @@ class TokenizerManager:
         for started in batch.started:
             entry = running.get(started.uid)
             if entry is not None:
-                entry[1].start(started.cached_tokens, started.prompt_logprobs)
+                entry[1].start(started.cached_tokens, started.prompt_logprobs, started.weight_versions)
         position = 0
         logprobs: OutputLogprobs | None = None
         for uid, count in zip(batch.uids, batch.counts, strict=True):
@@ -554,7 +619,7 @@ class TokenizerManager:
                 if batch.logprobs:
                     logprobs = batch.logprobs.get(uid)
                 ids, depths = batch.token_ids[position:end], batch.exit_depths[position:end]
-                stopped = sequence.add(ids, depths, logprobs)
+                stopped = sequence.add(ids, depths, logprobs, batch.exit_lambdas.get(uid))
                 if stopped is not None:
                     self._send(StopReq(uid, stopped))
                 call.update(sequence)

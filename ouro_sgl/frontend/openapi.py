@@ -20,6 +20,10 @@ class SamplingParamsDoc(BaseModel):
     max_new_tokens: int | None = Field(128, ge=0, description="null: to the end of the context")
     min_new_tokens: int = Field(0, ge=0)
     stop: str | list[str] | None = Field(None, description="at most 32 strings; the first in the list wins")
+    stop_regex: str | list[str] | None = Field(
+        None,
+        description="RE2 patterns, at most 32 of 256 bytes; matches of more than 4096 bytes may be missed",
+    )
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = Field(False, description="go on after end ids and stop_token_ids")
     no_stop_trim: bool = Field(False, description="keep the matched stop in the text")
@@ -31,6 +35,9 @@ class SamplingParamsDoc(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     repetition_penalty: float = Field(1.0, gt=0.0, le=2.0)
     logit_bias: dict[str, float] | None = Field(None, description="added to the logits, by token id")
+    json_schema: str | dict[str, Any] | None = Field(None, description="the output is such a JSON value")
+    regex: str | None = Field(None, description="the whole output matches it")
+    ebnf: str | None = Field(None, description="the output is a sentence of this grammar (GBNF), from root")
     sampling_seed: int | None = Field(None, description="64 bit; the same seed gives the same tokens")
     n: int = Field(1, ge=1, description="samples of each prompt")
     skip_special_tokens: bool = True
@@ -66,6 +73,9 @@ class GenerateDoc(BaseModel):
     token_ids_logprob: list[int] | list[list[int]] | None = None
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
+    return_exit_logprobs: bool = Field(
+        False, description="the exit gate's value after each loop of each output token"
+    )
     extra_key: str | list[str] | None = Field(None, description="namespace of the prefix cache")
     priority: int = Field(0, description="higher goes first")
 
@@ -79,8 +89,14 @@ class MetaInfoDoc(BaseModel):
     num_retractions: int
     e2e_latency: float = Field(description="seconds")
     weight_version: str
+    weight_versions: list[str] | None = Field(
+        None, description="only if the weights changed while the request ran; then nothing is reproducible"
+    )
     exit_depths: list[int] = Field(description="loops run for each output token")
     mean_exit_depth: float | None
+    exit_logprobs: list[list[float]] | None = Field(
+        None, description="with return_exit_logprobs: lambda of each loop run, in [0, 1], by output token"
+    )
 
 
 class AnswerDoc(BaseModel):

@@ -6,12 +6,12 @@ import asyncio
 import html
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Body, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 import ouro_sgl
@@ -22,15 +22,12 @@ from ouro_sgl.frontend.openai.protocol import Items, ModelCard, ModelList
 from ouro_sgl.frontend.openai.routes import describe_openai, model_card
 from ouro_sgl.frontend.openapi import REFS, describe_generate
 from ouro_sgl.frontend.sampling import check_ids
-from ouro_sgl.frontend.sequence import WEIGHT_VERSION
 from ouro_sgl.models.config import read_json
 
 PROBE_TIMEOUT = 20.0  # seconds
 
 # Routes of SGLang that this version does not serve: method, path.
 REFUSED_ROUTES = (
-    ("POST", "/pause_generation"),
-    ("POST", "/continue_generation"),
     ("GET", "/start_profile"),
     ("GET", "/stop_profile"),
 )
@@ -77,6 +74,25 @@ class DetokenizeBody(Strict):
     skip_special_tokens: bool = True
 
 
+class PauseBody(Strict):
+    mode: Literal["abort", "retract", "in_place"] = Field(
+        "abort", description="what becomes of requests: they end, or stay as they are (retract: refused)"
+    )
+
+
+class UpdateWeightsBody(Strict):
+    model_path: str = Field(description="a folder with weights of the same shapes, on the server's machine")
+    weight_version: str | None = Field(None, description="a name for them; null: the number of the update")
+    abort_all_requests: bool = Field(False, description="end all requests first")
+    flush_cache: Literal[True] = Field(True, description="K/V of other weights is never used again")
+
+
+class UpdateWeightsAnswer(BaseModel):
+    success: bool
+    message: str
+    num_paused_requests: int = Field(description="requests that go on with the new weights")
+
+
 def error_body(message: str) -> dict[str, Any]:
     """A request was understood and refused."""
     return {"error": {"message": message}}
@@ -100,6 +116,7 @@ def make_routes(manager: TokenizerManager) -> FastAPI:
     _add_health(app, manager)
     _add_info(app, manager)
     _add_actions(app, manager)
+    _add_rollouts(app, manager)
     for method, path in REFUSED_ROUTES:
         app.add_api_route(path, _refuse, methods=[method], include_in_schema=False)
     make_schema = app.openapi
@@ -191,12 +208,12 @@ def _add_info(app: FastAPI, manager: TokenizerManager) -> None:
     async def model_info() -> dict[str, Any]:
         limits = manager.limits()
         return {
-            "model_path": args.model_path,
+            "model_path": manager.model_path,
             "served_model_name": manager.model_name,
             "tokenizer_path": args.tokenizer_path or args.model_path,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": manager.weight_version,
             "load_format": args.load_format,
             "has_image_understanding": False,
             "has_audio_understanding": False,
@@ -273,3 +290,34 @@ def _add_actions(app: FastAPI, manager: TokenizerManager) -> None:
             for ids in lists
         ]
         return {"text": texts if batch else texts[0]}
+
+
+def _add_rollouts(app: FastAPI, manager: TokenizerManager) -> None:
+    """Reinforcement learning: stop, load other weights, go on."""
+
+    @app.post("/pause_generation")
+    async def pause_generation(body: Annotated[PauseBody | None, Body()] = None) -> dict[str, str]:
+        mode = "abort" if body is None else body.mode
+        if mode == "retract":
+            # Recomputing the K/V of generated tokens needs the depths that they left the loop at.
+            raise RequestError("mode retract is not supported yet by this server: use abort or in_place")
+        await manager.pause(abort=mode == "abort")
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    @app.post("/continue_generation")
+    async def continue_generation() -> dict[str, str]:
+        await manager.resume()
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    @app.post("/update_weights_from_disk", response_model=UpdateWeightsAnswer)
+    async def update_weights_from_disk(body: Annotated[UpdateWeightsBody, Body()]) -> JSONResponse:
+        if body.abort_all_requests:
+            manager.limits()
+            manager.abort(abort_all=True)
+        reply = await manager.update_weights(body.model_path, body.weight_version)
+        answer = UpdateWeightsAnswer(
+            success=reply.ok,
+            message=reply.message,
+            num_paused_requests=reply.info.get("paused_requests", 0),
+        )
+        return JSONResponse(answer.model_dump(), 200 if reply.ok else 400)

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from ouro_sgl.errors import RequestError
+from ouro_sgl.frontend.grammar import KINDS, MAX_SOURCE_BYTES, Grammar
+from ouro_sgl.frontend.stops import StopRegex
 from ouro_sgl.messages import ExitMode, RowParams
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -28,9 +30,6 @@ MAX_STOPS = 32
 UINT64 = (1 << 64) - 1
 
 EXIT_MODES = {mode.name.lower(): mode for mode in ExitMode}
-
-# Not served yet. Clients send them empty, which asks for nothing.
-REFUSED_KEYS = ("json_schema", "regex", "ebnf", "stop_regex")
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class Limits:
     min_loops: int
     max_loops: int
     traces: dict[str, list[int]] = field(default_factory=dict)  # exit depths by trace_id
+    has_exit_lambdas: bool = False  # the worker can report the exit gate's values
 
 
 def mix_seed(seed: int, index: int) -> int:
@@ -137,6 +137,32 @@ def _stops(name: str, value: Any) -> list[str]:
     return list(stops)
 
 
+def _stop_regexes(name: str, value: Any) -> list[StopRegex]:
+    patterns = [] if value == "" else _stops(name, value)  # clients send it empty for none
+    return [StopRegex(pattern) for pattern in patterns]
+
+
+def _grammar_text(name: str, value: Any) -> str:
+    return _check_grammar_size(name, _string(name, value))
+
+
+def _json_schema(name: str, value: Any) -> str:
+    """The schema as JSON; clients send a text or the object itself."""
+    if isinstance(value, dict):
+        return _check_grammar_size(name, msgspec.json.encode(value).decode())
+    return _grammar_text(name, value)
+
+
+def _check_grammar_size(name: str, source: str) -> str:
+    try:
+        size = len(source.encode())
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} holds half a character (a lone surrogate)") from None
+    if size > MAX_SOURCE_BYTES:
+        raise RequestError(f"{name} must have at most {MAX_SOURCE_BYTES} bytes, got {size}")
+    return source
+
+
 def check_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
     """A list of token ids.
 
@@ -163,6 +189,10 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_new_tokens": _integer(0),
     "min_new_tokens": _integer(0),
     "stop": _stops,
+    "stop_regex": _stop_regexes,
+    "json_schema": _json_schema,
+    "regex": _grammar_text,
+    "ebnf": _grammar_text,
     "stop_token_ids": _identity,  # checked against the vocabulary below, as the next one
     "logit_bias": _identity,
     "temperature": _number(0.0),
@@ -202,6 +232,8 @@ class SamplingParams:
     explicit_length: bool  # the client gave a number, so it is refused rather than clipped
     seed: int | None  # unsigned 64 bit; None: a random one for each prompt
     stops: list[str]
+    stop_regexes: list[StopRegex]
+    grammar: Grammar | None  # what the output must match, as the client wrote it
     skip_special_tokens: bool
     no_stop_trim: bool
     stream_interval: int
@@ -219,6 +251,7 @@ class SamplingParams:
         logprobs: bool = False,
         top_logprobs_num: int = 0,
         token_ids_logprob: list[int] | None = None,
+        exit_lambdas: bool = False,
     ) -> RowParams:
         """What the worker needs for one sequence.
 
@@ -244,6 +277,7 @@ class SamplingParams:
             logprobs=logprobs,
             top_logprobs_num=top_logprobs_num,
             token_ids_logprob=token_ids_logprob or [],
+            exit_lambdas=exit_lambdas,
         )
 
     def _output_length(self, prompt_tokens: int) -> int:
@@ -283,13 +317,10 @@ def parse_sampling_params(raw: dict[str, Any], limits: Limits) -> SamplingParams
     given: dict[str, Any] = {}
     for name, value in raw.items():
         check = CHECKS.get(name)
-        if check is not None:
-            if value is not None:
-                given[name] = check(name, value)
-        elif name not in REFUSED_KEYS:
+        if check is None:
             raise RequestError(f"sampling_params: unknown key {_show(name)}")
-        elif value:
-            raise RequestError(f"{name} is not supported yet by this server")
+        if value is not None:
+            given[name] = check(name, value)
 
     max_new_tokens: int | None = given.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     explicit_length = "max_new_tokens" in given
@@ -310,6 +341,8 @@ def parse_sampling_params(raw: dict[str, Any], limits: Limits) -> SamplingParams
     top_k = given.get("top_k", -1)
     seed = given.get("sampling_seed")
 
+    grammar = _grammar(given)
+
     row = RowParams(
         max_new_tokens=0,  # set with the prompt
         min_new_tokens=min_new_tokens,
@@ -323,6 +356,7 @@ def parse_sampling_params(raw: dict[str, Any], limits: Limits) -> SamplingParams
         repetition_penalty=max(given.get("repetition_penalty", 1.0), SMALLEST),
         bias_ids=list(bias),
         bias_values=list(bias.values()),
+        constrained=grammar is not None,
         **_exit_fields(given, limits),
     )
     return SamplingParams(
@@ -332,11 +366,22 @@ def parse_sampling_params(raw: dict[str, Any], limits: Limits) -> SamplingParams
         explicit_length=explicit_length,
         seed=None if seed is None else seed & UINT64,
         stops=given.get("stop", []),
+        stop_regexes=given.get("stop_regex", []),
+        grammar=grammar,
         skip_special_tokens=given.get("skip_special_tokens", True),
         no_stop_trim=given.get("no_stop_trim", False),
         stream_interval=given.get("stream_interval", 1),
         limits=limits,
     )
+
+
+def _grammar(given: dict[str, Any]) -> Grammar | None:
+    """The one grammar of a request; an empty text is none."""
+    grammars = [Grammar(kind, given[kind]) for kind in KINDS if given.get(kind)]
+    if len(grammars) > 1:
+        kinds = " and ".join(grammar.kind for grammar in grammars)
+        raise RequestError(f"{kinds} cannot both constrain the output: give one of them")
+    return grammars[0] if grammars else None
 
 
 def _logit_bias(raw: Any, vocab_size: int) -> dict[int, float]:

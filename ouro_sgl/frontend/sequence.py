@@ -14,9 +14,16 @@ from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.sampling import SamplingParams
 from ouro_sgl.frontend.stops import StopMatch, StopMatcher
 from ouro_sgl.frontend.tokenizer import Tokenizer
-from ouro_sgl.messages import Finished, FinishReason, OutputLogprobs, PromptLogprobs, RowParams, TopLogprobs
+from ouro_sgl.messages import (
+    INITIAL_WEIGHT_VERSION,
+    Finished,
+    FinishReason,
+    OutputLogprobs,
+    PromptLogprobs,
+    RowParams,
+    TopLogprobs,
+)
 
-WEIGHT_VERSION = "default"
 # JSON has neither infinity nor NaN: a masked token gets this instead.
 LOWEST_LOGPROB = -9999.0
 
@@ -88,6 +95,7 @@ class Sequence:
         logprobs: collects log-probabilities, if the client asked for them.
         return_prompt_ids: the answer repeats the prompt's ids.
         keep_markers: the text shows the tokenizer's markers, see :meth:`Tokenizer.detokenizer`.
+        weight_version: what is served as the request comes in.
     """
 
     def __init__(
@@ -102,6 +110,7 @@ class Sequence:
         logprobs: SequenceLogprobs | None,
         return_prompt_ids: bool,
         keep_markers: bool = False,
+        weight_version: str = INITIAL_WEIGHT_VERSION,
     ) -> None:
         self.uid = uid
         self.rid = rid
@@ -121,6 +130,8 @@ class Sequence:
         self._return_prompt_ids = return_prompt_ids
         self._logprobs = logprobs
         self._num_retractions = 0
+        self._weight_versions = [weight_version]
+        self._exit_lambdas: list[list[float]] | None = [] if params.exit_lambdas else None
         self._started = time.monotonic()
         self._latency: float | None = None
         self._tokenizer = tokenizer
@@ -129,20 +140,29 @@ class Sequence:
         self._detokenizer = tokenizer.detokenizer(self._skip_special, keep_markers)
         self._decoded = 0  # output tokens given to the detokenizer
         self._pieces: list[str] = []
-        self._matcher = StopMatcher(sampling.stops, params.min_new_tokens) if sampling.stops else None
+        self._matcher: StopMatcher | None = None
+        if sampling.stops or sampling.stop_regexes:
+            self._matcher = StopMatcher(sampling.stops, params.min_new_tokens, sampling.stop_regexes)
         self._match: StopMatch | None = None
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
-    def start(self, cached_tokens: int, logprobs: PromptLogprobs | None) -> None:
+    def start(self, cached_tokens: int, logprobs: PromptLogprobs | None, weight_versions: list[str]) -> None:
         """The prompt is computed."""
         self.cached_tokens = cached_tokens
+        self._weight_versions = weight_versions or self._weight_versions
         if logprobs is not None and self._logprobs is not None and self._prompt_ids is not None:
             self._logprobs.add_input(self._prompt_ids, logprobs)
 
-    def add(self, ids: list[int], exit_depths: list[int], logprobs: OutputLogprobs | None) -> int | None:
+    def add(
+        self,
+        ids: list[int],
+        exit_depths: list[int],
+        logprobs: OutputLogprobs | None,
+        exit_lambdas: list[list[float]] | None = None,
+    ) -> int | None:
         """New tokens. If they complete a stop string: the number of output tokens that it needs.
 
         Tokens behind a stop string are dropped here, whatever still arrives.
@@ -152,6 +172,8 @@ class Sequence:
         before = len(self.output_ids)
         self.output_ids += ids
         self.exit_depths += exit_depths
+        if self._exit_lambdas is not None:
+            self._exit_lambdas += exit_lambdas or []
         stopped = None
         if self._matcher is not None and self._find_stop(self._matcher):
             stopped = self._decoded
@@ -165,6 +187,7 @@ class Sequence:
         self._latency = time.monotonic() - self._started
         self.cached_tokens = message.cached_tokens
         self._num_retractions = message.num_retractions
+        self._weight_versions = message.weight_versions or self._weight_versions
         if self._match is not None:
             self.finish_reason = {"type": "stop", "matched": self._match.stop}
             return
@@ -176,6 +199,8 @@ class Sequence:
             self.finish_reason = {"type": "stop", "matched": message.matched}
         elif message.reason == FinishReason.LENGTH:
             self.finish_reason = {"type": "length", "length": self._max_new_tokens}
+        elif message.reason == FinishReason.STOP_GRAMMAR:
+            self.finish_reason = {"type": "stop", "matched": None}
         else:
             self.finish_reason = {"type": "abort", "message": message.message or "the request was aborted"}
         text_ids = len(self.output_ids)
@@ -202,7 +227,7 @@ class Sequence:
             "id": self.rid,
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": self._weight_versions[-1],
             "num_retractions": self._num_retractions,
             "completion_tokens": count,
             "cached_tokens": self.cached_tokens,
@@ -210,6 +235,10 @@ class Sequence:
             "mean_exit_depth": sum(depths) / count if count else None,
             "e2e_latency": time.monotonic() - self._started if latency is None else latency,
         }
+        if len(self._weight_versions) > 1:
+            meta["weight_versions"] = self._weight_versions
+        if self._exit_lambdas is not None:
+            meta["exit_logprobs"] = self._exit_lambdas
         if self._logprobs is not None:
             meta.update(self._logprobs.meta_info())
         answer: dict[str, Any] = {"text": text, "output_ids": self.output_ids, "meta_info": meta}
@@ -242,6 +271,8 @@ class Sequence:
 
     def _truncate(self, num_tokens: int) -> None:
         del self.output_ids[num_tokens:], self.exit_depths[num_tokens:]
+        if self._exit_lambdas is not None:
+            del self._exit_lambdas[num_tokens:]
         if self._logprobs is not None:
             self._logprobs.truncate(num_tokens)
         if num_tokens < self._decoded:

@@ -1,14 +1,28 @@
-"""Stop strings, looked for while text grows.
+"""Stop strings and stop regexes, looked for while text grows.
 
-One automaton per string (Knuth-Morris-Pratt, its failure table made only as far as it was needed), so
-the work is linear in the text however long the strings are. A string counts as found with the token
-that completes it; if one token completes several, the first in the list wins. The text is cut at the
-first place where the winner stands.
+Strings: one automaton each (Knuth-Morris-Pratt, its failure table made only as far as it was needed),
+so the work is linear in the text however long the strings are. Regexes: RE2, linear in the text that it
+looks at, which is the last few thousand bytes. Either counts as found with the token that completes
+it; if one token completes several, strings go before regexes and the first in a list wins. The text is
+cut at the first place where the winner stands.
+
+A part of a stop string is never shown before it is clear what it becomes. Nobody can say that of a
+regex: what a stream has shown of its match before the match was complete is taken back by the answer
+at the end.
 """
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass
+
+import re2
+
+from ouro_sgl.errors import RequestError
+
+MAX_REGEX_BYTES = 256
+MAX_REGEX_PROGRAM = 1000  # instructions; a look at the text may take so many steps for each byte
+REGEX_WINDOW = 4096  # bytes: longer matches may not be found
 
 
 @dataclass(frozen=True)
@@ -64,16 +78,94 @@ class _Automaton:
         return found
 
 
+class StopRegex:
+    """A compiled pattern in RE2's syntax. ``^`` and ``$`` are the ends of the output so far.
+
+    Raises:
+        RequestError: it is wrong, too large, or matches the empty text.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        try:
+            size = len(pattern.encode())
+        except UnicodeEncodeError:
+            raise RequestError("stop_regex holds half a character (a lone surrogate)") from None
+        if size > MAX_REGEX_BYTES:
+            raise RequestError(f"stop_regex must have at most {MAX_REGEX_BYTES} bytes, got {size}")
+        options = re2.Options()
+        options.log_errors = False
+        try:
+            self._compiled = re2.compile(pattern, options)
+        except re2.error as error:
+            reason = error.args[0] if error.args else ""
+            text = reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)
+            raise RequestError(f"stop_regex: {text}") from None
+        if self._compiled.programsize > MAX_REGEX_PROGRAM:
+            raise RequestError("stop_regex is too complex: shorten its repetitions and classes")
+        if self._compiled.search(b"") is not None:
+            raise RequestError("stop_regex must not match the empty text")
+
+    def search(self, text: bytes, start: int) -> tuple[int, int] | None:
+        """The first match that begins at ``start`` or later, as byte offsets."""
+        match = self._compiled.search(text, start)
+        return None if match is None else match.span()
+
+
+class _RegexSearch:
+    """The end of a growing text, in UTF-8, and where in it the search for several regexes begins."""
+
+    def __init__(self, regexes: list[StopRegex]) -> None:
+        self._regexes = regexes
+        self._tail = b""
+        self._begin = 0  # offset in the tail: nothing that was found before counts again
+        self._dropped = 0  # characters in front of the tail
+
+    def feed(self, piece: str) -> StopMatch | None:
+        """Add ``piece``; the match of the first regex in the list that has one now."""
+        if not piece:
+            return None
+        self._tail += piece.encode("utf-8", "replace")
+        for regex in self._regexes:
+            found = regex.search(self._tail, self._begin)
+            if found is not None:
+                start, end = (self._dropped + self._characters(offset) for offset in found)
+                return StopMatch(regex.pattern, start, end)
+        self._trim()
+        return None
+
+    def skip(self) -> None:
+        """What the text holds so far shall not match."""
+        self._begin = len(self._tail)
+
+    def _trim(self) -> None:
+        """Keep the window, and before it enough for the regexes to see what precedes it."""
+        surplus = len(self._tail) - 2 * REGEX_WINDOW
+        if surplus > 0:
+            cut = surplus + REGEX_WINDOW - 4
+            while self._tail[cut] & 0xC0 == 0x80:  # not inside a character
+                cut -= 1
+            self._dropped += self._characters(cut)
+            self._tail = self._tail[cut:]
+            self._begin = max(self._begin - cut, 1)
+
+    def _characters(self, offset: int) -> int:
+        """Characters in front of a byte offset of the tail."""
+        return len(codecs.utf_8_decode(self._tail[:offset], "replace")[0])
+
+
 class StopMatcher:
-    """Looks for several stop strings in the text of one sequence.
+    """Looks for several stops in the text of one sequence.
 
     Args:
         stops: non-empty strings, most important first.
         min_tokens: a match completed by an earlier token than this one (counted from 1) is ignored.
+        regexes: likewise, less important than any string.
     """
 
-    def __init__(self, stops: list[str], min_tokens: int) -> None:
+    def __init__(self, stops: list[str], min_tokens: int, regexes: list[StopRegex] | None = None) -> None:
         self._automata = [_Automaton(stop) for stop in stops]
+        self._regexes = _RegexSearch(regexes) if regexes else None
         self._min_tokens = min_tokens
         self._length = 0
 
@@ -86,8 +178,14 @@ class StopMatcher:
                 end = self._length + found
                 winner = StopMatch(automaton.stop, end - len(automaton.stop), end)
         self._length += len(piece)
+        if self._regexes is not None:
+            match = self._regexes.feed(piece)
+            if match is not None and num_tokens < self._min_tokens:
+                self._regexes.skip()
+            elif winner is None:
+                winner = match
         return winner
 
     def held_back(self) -> int:
         """Characters at the end of the text that may become a stop string."""
-        return max(automaton.matched for automaton in self._automata)
+        return max((automaton.matched for automaton in self._automata), default=0)

@@ -1,8 +1,8 @@
 """The scheduler process: sockets, start-up handshake, main loop.
 
 It sleeps in one poll over both sockets, the word of its grammars and its standard input, whose end
-says that the parent is gone. Whatever woke it, it takes in everything that has arrived, makes one step and sends at most
-one plan and one batch of output.
+says that the parent is gone. Whatever woke it, it takes in everything that has arrived, makes one step
+and sends at most one plan and one batch of output.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ class SchedulerProcess:
         ready = self.await_worker()
         config = SchedulerConfig.resolve(self.args, ready)
         folder = Path(self.args.tokenizer_path or self.args.model_path or "")
-        self.grammars = GrammarEngine(folder, ready.vocab_size, lambda: os.eventfd_write(self.grammar_news, 1))
+        self.grammars = GrammarEngine(
+            folder, ready.vocab_size, wake=lambda: os.eventfd_write(self.grammar_news, 1)
+        )
         self.scheduler = Scheduler(config, self.grammars)
         context = ready.context_length
         if self.args.context_length is not None:

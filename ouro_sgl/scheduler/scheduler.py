@@ -27,6 +27,7 @@ from ouro_sgl.kvcache.layout import LAYOUTS, Layout
 from ouro_sgl.kvcache.pool import SlotPool
 from ouro_sgl.kvcache.radix import Columns, Node
 from ouro_sgl.messages import (
+    INITIAL_WEIGHT_VERSION,
     Admit,
     Chunk,
     ChunkLogprobs,
@@ -91,7 +92,7 @@ class Scheduler:
         self._controls: list[tuple[ControlReq, float]] = []  # with the time of arrival
         self._replies: list[ControlReply] = []
         self.paused = False
-        self.weight_version = "default"
+        self.weight_version = INITIAL_WEIGHT_VERSION
         self._generation = 0  # of the weights
         self._update: ControlReq | None = None  # asked of the worker, not answered yet
         self._unsent_update: UpdateWeights | None = None

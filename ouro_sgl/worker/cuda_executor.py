@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from ouro_sgl.worker.prefill import Prompt
 from ouro_sgl.worker.round import Head
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
+from ouro_sgl.worker.update import replace_weights
 
 FINE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
 
@@ -58,6 +60,7 @@ class CudaExecutor:
         power_of_two: bool = False,
         pdl: bool = True,
     ) -> None:
+        self._model = model
         self.decode_stream = torch.cuda.Stream(model.device, priority=-1)
         self.prefill_stream = self.decode_stream if single_stream else torch.cuda.Stream(model.device)
         torch.cuda.synchronize()
@@ -85,6 +88,11 @@ class CudaExecutor:
     def graphs(self) -> list[int]:
         """Row counts that have a captured graph."""
         return self._rounds.captured
+
+    def update_weights(self, folder: Path) -> None:
+        torch.cuda.synchronize()  # graphs and launched kernels read the weights where they are
+        self._rounds.load_heads(replace_weights(self._model, folder))
+        torch.cuda.synchronize()
 
     def decoding(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.decode_stream)

@@ -181,10 +181,7 @@ class CudaRounds:
         self._vocabulary_blocks = triton.cdiv(config.vocab_size, VOCABULARY_BLOCK)
         self._heads = torch.zeros(3, config.hidden_size, dtype=torch.float32, device=device)
         self._head_bias = torch.zeros(3, dtype=torch.float32, device=device)
-        self._heads[0], self._head_bias[0] = model.gate_weight, model.gate_bias
-        for mode, place in ((ExitMode.RANDOM_LOOKAHEAD, 1), (ExitMode.LOOKAHEAD, 2)):
-            if mode in heads:
-                self._heads[place], self._head_bias[place] = (tensor.to(device) for tensor in heads[mode])
+        self.load_heads(heads)
         self._allocate()
         pinned = device.type == "cuda"
         self._blocks = deque(
@@ -201,6 +198,14 @@ class CudaRounds:
     @property
     def captured(self) -> list[int]:
         return sorted(self._graphs)
+
+    def load_heads(self, heads: dict[ExitMode, Head]) -> None:
+        """Copy the model's gate and those lookahead heads that are given to where rounds read them."""
+        self._heads[0], self._head_bias[0] = self._model.gate_weight, self._model.gate_bias
+        for mode, place in ((ExitMode.RANDOM_LOOKAHEAD, 1), (ExitMode.LOOKAHEAD, 2)):
+            if mode in heads:
+                weight, bias = heads[mode]
+                self._heads[place], self._head_bias[place] = weight.to(self._heads), bias.to(self._heads)
 
     def _allocate(self) -> None:
         """The buffers of a round, for as many lanes as there are rows."""

@@ -2,11 +2,11 @@
 
 Bits: a lane's keys are cut into tiles of ``TILE`` tokens at absolute positions and, by the lane's own
 length, groups of ``group_size`` tokens. Each tile has its own maximum, sum and weighted values; the
-tiles of a group are merged in order, then the groups in order, always by ``_merge``. Who computes what may depend on the
-batch: a work item is one tile (few lanes: more programs) or one group (many lanes: fewer partial
-results), and both give the same chain of operations. The list is built once per round on the device
-and read by all layers; programs are persistent, so one captured launch serves any lengths. Slot
-offsets are int64.
+tiles of a group are merged in order, then the groups in order, always by ``_merge``. Who computes
+what may depend on the batch: a work item is one tile (few lanes: more programs) or one group (many
+lanes: fewer partial results), and both give the same chain of operations. The list is built once per
+round on the device and read by all layers; programs are persistent, so one captured launch serves
+any lengths. Slot offsets are int64.
 """
 
 from __future__ import annotations
@@ -218,9 +218,7 @@ SIZES = {
 
 def max_items(max_lanes: int, max_length: int) -> int:
     """Work items per head that a round can have."""
-    longest = max(
-        triton.cdiv(min(max_length, SHORT_LENGTH), SHORT_GROUP), triton.cdiv(max_length, LONG_GROUP)
-    )
+    longest = max(-(-min(max_length, SHORT_LENGTH) // SHORT_GROUP), -(-max_length // LONG_GROUP))
     return max(FINE_TILES, max_lanes * longest)
 
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+PREFETCH_LINES = 8  # 128-byte lines of each weight row asked for ahead, with PDL
+
 
 @dataclass(frozen=True)
 class GemmTile:
@@ -58,10 +60,11 @@ def _linear_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     first = tl.program_id(1) * BM
     if PDL:
-        ahead: tl.constexpr = K // SPLIT // 64
+        ahead: tl.constexpr = min(K // SPLIT // 64, PREFETCH)
         columns = tl.program_id(0) * BN + tl.arange(0, BN)
         columns = tl.minimum(columns, N - 1)[:, None].to(tl.int64)
         start = tl.program_id(2) * (K // SPLIT)
@@ -141,6 +144,7 @@ def linear(
         STAGES=tile.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
+        PREFETCH=PREFETCH_LINES,
         num_warps=tile.warps,
         **pdl_launch(pdl),
     )
@@ -172,12 +176,14 @@ def _gate_up_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     if PDL:
         columns = tl.program_id(0) * BN + tl.arange(0, BN)
         columns = tl.minimum(columns, F - 1)[:, None].to(tl.int64)
-        for line in tl.static_range(0, K // 64, 8):
-            offset = columns * K + tl.minimum(line + tl.arange(0, 8), K // 64 - 1)[None, :] * 64
+        ahead: tl.constexpr = min(K // 64, PREFETCH)
+        for line in tl.static_range(0, ahead, 8):
+            offset = columns * K + tl.minimum(line + tl.arange(0, 8), ahead - 1)[None, :] * 64
             prefetch(w_ptr + offset)
             prefetch(w_ptr + F * K + offset)
         gdc_wait()
@@ -246,6 +252,7 @@ def gate_up(
         STAGES=tile.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
+        PREFETCH=PREFETCH_LINES,
         num_warps=tile.warps,
         **pdl_launch(pdl),
     )

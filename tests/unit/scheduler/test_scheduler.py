@@ -17,7 +17,7 @@ from ouro_sgl.messages import (
 )
 from ouro_sgl.scheduler.config import SchedulerConfig
 from ouro_sgl.scheduler.scheduler import FLUSH_PATIENCE, Scheduler
-from tests.utils_scheduler import Simulation, expected_output, make_config
+from tests.utils_scheduler import Simulation, expected_output, make_config, make_scheduler
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -30,7 +30,7 @@ def plan_of(scheduler: Scheduler) -> StepPlan:
 
 def started(config_changes: dict[str, object], prompt: list[int], **params: object) -> Scheduler:
     """A scheduler with one request on row 0 whose only chunk has retired."""
-    scheduler = Scheduler(make_config(**config_changes))
+    scheduler = make_scheduler(**config_changes)
     scheduler.add(GenerateReq(0, prompt, RowParams(**{"max_new_tokens": 8, **params})))
     plan = plan_of(scheduler)
     assert [c.chunk_id for c in plan.chunks] == [1]
@@ -65,7 +65,7 @@ def test_settings_are_resolved_against_the_worker() -> None:
 
 
 def test_one_request_from_plan_to_plan() -> None:
-    scheduler = Scheduler(make_config())
+    scheduler = make_scheduler()
     assert scheduler.step() is None
     scheduler.add(GenerateReq(7, PROMPT, RowParams(max_new_tokens=3)))
     plan = plan_of(scheduler)
@@ -108,7 +108,7 @@ def test_slots_of_loops_that_were_not_run_come_back_at_once() -> None:
 
 
 def test_shared_frees_the_prompt_when_it_collapses() -> None:
-    scheduler = Scheduler(make_config(kv_layout="shared", num_slots=64))
+    scheduler = make_scheduler(kv_layout="shared", num_slots=64)
     scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=4)))
     plan = plan_of(scheduler)
     assert not plan.grants  # T * P slots are all that was reserved: more comes with the collapse
@@ -120,7 +120,7 @@ def test_shared_frees_the_prompt_when_it_collapses() -> None:
 
 
 def test_at_most_two_chunks_are_ahead() -> None:
-    scheduler = Scheduler(make_config(chunked_prefill_size=2))
+    scheduler = make_scheduler(chunked_prefill_size=2)
     scheduler.add(GenerateReq(0, list(range(9)), RowParams(max_new_tokens=1)))
     assert [c.chunk_id for c in plan_of(scheduler).chunks] == [1, 2]
     assert scheduler.step() is None
@@ -129,7 +129,7 @@ def test_at_most_two_chunks_are_ahead() -> None:
 
 
 def test_max_prefill_tokens_bounds_what_is_admitted_but_not_a_single_prompt() -> None:
-    scheduler = Scheduler(make_config(max_prefill_tokens=10))
+    scheduler = make_scheduler(max_prefill_tokens=10)
     for uid, size in enumerate((30, 4, 4)):
         scheduler.add(GenerateReq(uid, [uid] * size, RowParams(max_new_tokens=1)))
     assert [a.row for a in plan_of(scheduler).admits] == [0]
@@ -157,7 +157,7 @@ def test_equal_calls_give_equal_plans() -> None:
 
 @pytest.mark.parametrize("layout", ["last_exited", "shared"])
 def test_what_can_never_fit_is_refused_with_the_numbers(layout: str) -> None:
-    scheduler = Scheduler(make_config(num_slots=40, kv_layout=layout))
+    scheduler = make_scheduler(num_slots=40, kv_layout=layout)
     fits = 5 if layout == "last_exited" else 31  # output tokens of a prompt of 10 and of 6
     prompt = [1] * (10 if layout == "shared" else 6)
     scheduler.add(GenerateReq(0, prompt, RowParams(max_new_tokens=fits + 1)))
@@ -173,7 +173,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(layout: str) -> None:
 
 
 def test_malformed_requests_are_refused() -> None:
-    scheduler = Scheduler(make_config())
+    scheduler = make_scheduler()
     scheduler.add(GenerateReq(0, [], RowParams(max_new_tokens=1)))
     scheduler.add(GenerateReq(1, [1], RowParams(max_new_tokens=3, exit_trace=[4, 1])))
     batch = scheduler.take_output()
@@ -183,7 +183,7 @@ def test_malformed_requests_are_refused() -> None:
 
 
 def test_a_full_queue_answers_503() -> None:
-    scheduler = Scheduler(make_config(max_rows=1, max_queued_requests=1))
+    scheduler = make_scheduler(max_rows=1, max_queued_requests=1)
     for uid in range(3):
         scheduler.add(GenerateReq(uid, PROMPT, RowParams(max_new_tokens=2)))
         scheduler.step()
@@ -194,7 +194,7 @@ def test_a_full_queue_answers_503() -> None:
     scheduler.step()
     scheduler.add(GenerateReq(3, PROMPT, RowParams(max_new_tokens=2)))
     assert set(scheduler.requests) == {0, 3}
-    scheduler = Scheduler(make_config(max_rows=2, max_queued_requests=0))
+    scheduler = make_scheduler(max_rows=2, max_queued_requests=0)
     for uid in range(3):
         scheduler.add(GenerateReq(uid, PROMPT, RowParams(max_new_tokens=2)))
     assert set(scheduler.requests) == {0, 1}  # both go at once, so neither waits
@@ -239,7 +239,7 @@ def test_an_aborted_row_drains_before_anything_is_reused() -> None:
 
 
 def test_an_aborted_prompt_waits_for_its_chunk_too() -> None:
-    scheduler = Scheduler(make_config(chunked_prefill_size=2))
+    scheduler = make_scheduler(chunked_prefill_size=2)
     scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=1)))
     plan_of(scheduler)
     scheduler.abort([0])
@@ -254,7 +254,7 @@ def test_an_aborted_prompt_waits_for_its_chunk_too() -> None:
 
 
 def test_an_abort_in_the_queue_is_answered_at_once() -> None:
-    scheduler = Scheduler(make_config())
+    scheduler = make_scheduler()
     scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=1)))
     scheduler.abort([0])
     batch = scheduler.take_output()
@@ -417,7 +417,7 @@ def test_generated_tokens_in_the_cache(mode: str, extra: int | None, loops: int)
 
 
 def test_siblings_wait_for_the_prompt_of_their_leader() -> None:
-    scheduler = Scheduler(make_config(chunked_prefill_size=4))
+    scheduler = make_scheduler(chunked_prefill_size=4)
     scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=3)))
     scheduler.add(GenerateReq(1, PROMPT, RowParams(max_new_tokens=3), leader=0))
     scheduler.add(GenerateReq(2, PROMPT, RowParams(max_new_tokens=3), leader=0))
@@ -431,7 +431,7 @@ def test_siblings_wait_for_the_prompt_of_their_leader() -> None:
 
 
 def test_siblings_go_on_when_their_leader_ends_early() -> None:
-    scheduler = Scheduler(make_config())
+    scheduler = make_scheduler()
     scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=3)))
     scheduler.add(GenerateReq(1, PROMPT, RowParams(max_new_tokens=3), leader=0))
     scheduler.abort([0])
@@ -441,7 +441,7 @@ def test_siblings_go_on_when_their_leader_ends_early() -> None:
 
 
 def test_without_a_cache_siblings_do_not_wait() -> None:
-    scheduler = Scheduler(make_config(radix_cache=False))
+    scheduler = make_scheduler(radix_cache=False)
     scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=3)))
     scheduler.add(GenerateReq(1, PROMPT, RowParams(max_new_tokens=3), leader=0))
     assert len(plan_of(scheduler).admits) == 2
@@ -469,7 +469,7 @@ def test_flush_is_refused_while_anything_runs_or_waits() -> None:
     assert not reply.ok
     assert "1 requests run, 0 wait" in reply.message
     assert scheduler.pool.radix.cached == cached
-    scheduler = Scheduler(make_config())
+    scheduler = make_scheduler()
     scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=3)))
     scheduler.control(ControlReq(1, ControlOp.FLUSH_CACHE), now=0.0)
     assert not scheduler.take_replies(now=0.0)[0].ok

@@ -39,6 +39,8 @@ def random_params(rng: random.Random, longest: int) -> dict[str, object]:
         options |= {"exit_trace": [LOOPS, *depths], "min_loops": 1, "max_loops": LOOPS}
     if rng.random() < 0.2:
         options["prompt_logprob_start"] = rng.randrange(30)
+    if rng.random() < 0.2:
+        options["grammar"] = f"{rng.randrange(1, 9)} {rng.randrange(12)}"
     return options
 
 

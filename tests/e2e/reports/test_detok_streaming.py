@@ -1,0 +1,148 @@
+"""Text while it grows: never half a character, never more or less than the final text."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.reports.conftest import Serve
+from tests.e2e.reports.support import (
+    CHAT,
+    CHAT_ANSWER,
+    COMPLETIONS,
+    LONG,
+    NATIVE,
+    SCRIPT_TOKENIZER,
+    TURN_END,
+    TURN_START,
+    Client,
+    greedy,
+    message,
+    resident_bytes,
+)
+from tests.models import byte_ids, chain_of, metaspace_tokenizer, script_checkpoint
+
+HELD_UP = 5 * 1.0  # seconds without a token that no stream may see
+
+
+def test_det_01_a_character_of_four_tokens(script: Client) -> None:
+    plain = script.generate("x", greedy(16))
+    assert plain["output_ids"] == [*byte_ids("😀k"), TURN_END]
+    assert plain["text"] == "😀k" == SCRIPT_TOKENIZER.decode(plain["output_ids"])
+    stream = script.stream_text("x", greedy(16))
+    assert stream.text() == plain["text"]
+    assert not any("\ufffd" in chunk["text"] for chunk in stream.chunks)
+    body = {"prompt": "x", "temperature": 0, "max_tokens": 16}
+    assert script.stream(COMPLETIONS, body).deltas() == ["😀", "k"]
+    # One that ends inside the character shows nothing before its end.
+    cut = script.stream_text("x", greedy(3))
+    assert cut.text() == script.generate("x", greedy(3))["text"]
+    assert {chunk["text"] for chunk in cut.chunks[:-1]} <= {""}
+
+
+def test_det_04_tokens_that_show_nothing(script: Client) -> None:
+    """Nothing to show for hundreds of tokens: neither these requests nor another slow down on the way."""
+    silent = {"input_ids": [TURN_START], "sampling_params": greedy(500, ignore_eos=True)}
+    silent_streams = [script.stream(NATIVE, silent) for _ in range(6)]
+    plain = [stream.wait_chunks() for stream in [script.stream_text(LONG, greedy(480))]][0]
+    for stream in silent_streams:
+        last = stream.finish()[-1]
+        assert last["text"] == ""
+        assert last["meta_info"]["completion_tokens"] == 500
+        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 500}
+    for stream in (plain, silent_streams[0]):
+        stream.finish()
+        gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
+        assert max(gaps) < HELD_UP
+        quarter = len(gaps) // 4
+        # A step whose cost grows with what was shown so far would be several times slower at the end.
+        assert statistics.median(gaps[-quarter:]) < 4 * statistics.median(gaps[:quarter])
+
+
+def test_det_06_a_prompt_that_ends_inside_a_character(script: Client) -> None:
+    body = {"input_ids": [*byte_ids("Hello "), *byte_ids("😀")[:3]], "sampling_params": greedy(2)}
+    plain = script.post(NATIVE, body).json()
+    assert plain["output_ids"] == [*byte_ids("😀")[3:], *byte_ids("k")]
+    assert plain["text"] in ("k", "\ufffdk")
+    assert script.stream(NATIVE, body).text() == plain["text"]
+
+
+WORDS = metaspace_tokenizer()
+THE, CAT, SAT, S = (WORDS.token_to_id(word) for word in ("▁the", "▁cat", "▁sat", "s"))
+
+
+@pytest.fixture(scope="module")
+def metaspace(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Client:
+    """Words begin with "▁", which only the decoder makes a space."""
+    the, space, question = (WORDS.token_to_id(token) for token in ("the", "▁", "q"))
+    chain = chain_of([question, THE, CAT, S, SAT, TURN_END], [space, WORDS.token_to_id("t")], [the, CAT])
+    chain |= chain_of([WORDS.token_to_id("t"), CAT])
+    path: Path = tmp_path_factory.mktemp("metaspace") / "script"
+    return serve(script_checkpoint(path, chain, tokenizer=WORDS), "--num-slots", "4096")
+
+
+@pytest.mark.parametrize("prompt", ["q", "q "])
+def test_det_07_spaces_between_words(metaspace: Client, prompt: str) -> None:
+    plain = metaspace.generate(prompt, greedy(8))
+    ids = WORDS.encode(prompt, add_special_tokens=False).ids
+    whole = WORDS.decode([*ids, *plain["output_ids"]])
+    assert plain["text"] == whole.removeprefix(prompt if prompt == "q" else "q ")
+    assert plain["text"] == {"q": " the cats sat", "q ": "t cats sat"}[prompt]
+    assert metaspace.stream_text(prompt, greedy(8)).text() == plain["text"]
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 8}
+    assert "".join(metaspace.stream(COMPLETIONS, body).deltas()) == plain["text"]
+
+
+def test_det_09_whole_text_or_pieces(script: Client, tiny: Client) -> None:
+    prompt = "What is 3 plus 4?"
+    plain = tiny.generate(prompt, greedy(24))
+    stream = tiny.stream_text(prompt, greedy(24))
+    assert stream.text() == plain["text"]
+    counts = [chunk["meta_info"]["completion_tokens"] for chunk in stream.chunks]
+    assert counts == [len(chunk["output_ids"]) for chunk in stream.chunks]
+    assert counts[-1] == plain["meta_info"]["completion_tokens"]
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 24}
+    assert "".join(tiny.stream(COMPLETIONS, body).deltas()) == plain["text"]
+    chat = {"messages": message(), "temperature": 0, "max_tokens": 24}
+    templated = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert script.stream_text(templated, greedy(24)).text() == CHAT_ANSWER
+    pieces = script.stream(CHAT, chat).deltas()
+    assert len(pieces) > 1
+    assert "".join(pieces) == CHAT_ANSWER
+
+
+def test_det_10_nothing_stays_of_streams_that_ended(script: Client) -> None:
+    """Ended, closed and aborted streams of a long prompt: the frontend does not grow with them."""
+    prompt = "a" * 6000 + LONG  # what a forgotten request would keep is then seen
+    expected = script.solo(prompt, greedy(6))
+
+    def batch(number: int) -> None:
+        streams = [
+            script.stream_text(prompt, greedy(6 if index % 3 == 0 else 400), rid=f"det-10-{number}-{index}")
+            for index in range(12)
+        ]
+        for index, stream in enumerate(streams):
+            stream.wait_chunks()
+            if index % 3 == 0:
+                assert stream.finish()[-1]["text"] == expected["text"]
+            elif index % 3 == 1:
+                stream.close()
+            else:
+                script.abort(rid=f"det-10-{number}-{index}")
+                assert stream.finish()[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+        assert script.is_idle()
+
+    pids = script.pids()
+    frontend = pids["ouro_sgl::frontend"]
+    for number in range(5):
+        batch(number)
+    before = resident_bytes(frontend)
+    for number in range(5, 20):
+        batch(number)
+    grown = resident_bytes(frontend) - before
+    assert grown < 8 << 20, f"{grown / 2**20:.1f} MiB"
+    assert script.pids() == pids
+    for _ in range(10):
+        assert script.generate(prompt, greedy(6))["text"] == expected["text"]
