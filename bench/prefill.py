@@ -62,6 +62,7 @@ def main() -> None:
         if options.profile:
             for row in sorted(profiler.key_averages(), key=lambda row: -row.device_time_total)[:10]:
                 print(f"    {row.device_time_total / 1e3:8.1f} ms  {row.count:6d} x {row.key[:70]}")
+        print(f"    row counts {bench.worker._executor.prefill_row_counts}")
         del bench
         gc.collect()
         torch.cuda.empty_cache()

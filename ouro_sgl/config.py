@@ -116,7 +116,7 @@ class ServerArgs:
     )
     max_body_bytes: int = _setting(8 << 20, HTTP, "longest request body", unit="bytes", minimum=1)
     shutdown_timeout: float = _setting(
-        10.0, HTTP, "time that running requests get to finish at shutdown", unit="seconds", minimum=0
+        5.0, HTTP, "time that running requests get to finish at shutdown", unit="seconds", minimum=0
     )
 
     log_level: str = _setting("info", LOG, "least severe message to print", choices=LOG_LEVELS)
@@ -189,9 +189,9 @@ class ServerArgs:
     chunked_prefill_size: int | None = _setting(
         None,
         SCHEDULING,
-        "prompt tokens computed at once, of one or several requests",
+        "prompt tokens computed at once, of one or several requests; -1: as many as the context holds",
         unit="tokens",
-        minimum=1,
+        minimum=-1,
         auto="4096 on a GPU, 512 on the CPU",
         flags=("--prefill-chunk-size", "--max-num-batched-tokens"),
     )
@@ -412,6 +412,8 @@ def _check_memory(args: ServerArgs) -> None:
 
 
 def _check_scheduling(args: ServerArgs) -> None:
+    if args.chunked_prefill_size == 0:
+        raise ConfigError("--chunked-prefill-size 0 must be at least 1, or -1 for whole prompts")
     if args.radix_insert_generated != "never" and args.enable_deterministic_inference:
         raise ConfigError(
             f"--radix-insert-generated {args.radix_insert_generated} is not bit-exact, "

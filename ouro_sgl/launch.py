@@ -53,8 +53,12 @@ def resolve(args: ServerArgs) -> ServerArgs:
     if not (tokenizer / "tokenizer.json").is_file():
         raise ConfigError(f"{tokenizer} holds no tokenizer.json")
     _check_against_model(args, model, folder)
+    chunk = args.chunked_prefill_size
+    if chunk == -1:
+        chunk = args.context_length or model.max_position
     return replace(
         args,
+        chunked_prefill_size=chunk,
         model_path=str(folder),
         tokenizer_path=str(tokenizer),
         revision=None,

@@ -149,10 +149,13 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
-    def start(self, cached_tokens: int, logprobs: PromptLogprobs | None, weight_versions: list[str]) -> None:
-        """The prompt is computed."""
+    def start(
+        self, cached_tokens: int, logprobs: PromptLogprobs | None, weight_versions: Seq[str] = ()
+    ) -> None:
+        """The prompt is computed. ``weight_versions``: if others than at the request's arrival."""
         self.cached_tokens = cached_tokens
-        self._weight_versions = weight_versions or self._weight_versions
+        if weight_versions:
+            self._weight_versions = list(weight_versions)
         if logprobs is not None and self._logprobs is not None and self._prompt_ids is not None:
             self._logprobs.add_input(self._prompt_ids, logprobs)
 

@@ -127,9 +127,21 @@ async def _supervise(
             # What exists now lives as long as the server: the collector need not look at it again.
             gc.collect()
             gc.freeze()
+            _warn_of_limits(manager)
             print(f"ouro_sgl: {manager.model_name} is ready at {_url(args)}", flush=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), POLL_SECONDS)
+
+
+def _warn_of_limits(manager: TokenizerManager) -> None:
+    facts = manager.facts
+    if facts is not None and facts.served_length < facts.context_length:
+        log.warning(
+            "the K/V pool holds %d tokens at full depth, less than the context of %d: longer requests "
+            "are refused",
+            facts.served_length,
+            facts.context_length,
+        )
 
 
 def _url(args: ServerArgs) -> str:

@@ -137,7 +137,9 @@ class Scheduler:
         for uid in uids:
             request = self.requests.get(uid)
             if request is not None:
-                self._end(request, FinishReason.ABORT, "Aborted by the client")
+                untouched = request.state is RequestState.WAITING and not request.output_ids
+                moment = " before prefill" if untouched else ""
+                self._end(request, FinishReason.ABORT, f"Aborted by the client{moment}")
 
     def stop(self, uid: int, num_tokens: int) -> None:
         """A stop string was found: ``uid`` ends with its first ``num_tokens`` output tokens.

@@ -45,6 +45,7 @@ def build_cuda(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, Worker
     info = {
         "attention_backend": "triton",
         "cuda_graphs": executor.graphs,
+        "prefill_row_counts": executor.prefill_row_counts,
         "single_stream": bool(args.single_stream),
         "device_name": torch.cuda.get_device_name(checkpoint.device),
         "chunked_prefill_size": chunk,
@@ -104,22 +105,25 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
     gc.collect()
     torch.cuda.empty_cache()
 
-    # What the allocator holds but does not use is ours to use; what others hold is not.
+    # The share is one of the whole device and counts what is ours alone: what others hold only limits
+    # it where less is left. What the allocator holds but does not use is ours to use.
     free, _ = torch.cuda.mem_get_info(device)
     foreign = total - free - torch.cuda.memory_reserved(device)
-    fraction = args.mem_fraction_static or DEFAULT_FRACTION
+    fraction = DEFAULT_FRACTION if args.mem_fraction_static is None else args.mem_fraction_static
     reserve = DEFAULT_RESERVE if args.memory_reserve_bytes is None else args.memory_reserve_bytes
+    ours = min(int(total * fraction), total - foreign - reserve)
     graphs = 0
     if with_graphs(args):
         asked = args.cuda_graph_memory_reserve_bytes
         graphs = GRAPH_RESERVE if asked is None else asked
-    budget = int(total * fraction) - foreign - reserve - graphs - peak
+    budget = ours - graphs - peak
     if budget < 2 * loops * checkpoint.slot_bytes:
         gib = 1 / (1 << 30)
         raise ConfigError(
-            f"no memory is left for KV: {fraction:.0%} of {total * gib:.1f} GiB, less {peak * gib:.1f} GiB "
-            f"for weights, buffers and a chunk of {chunk} tokens, {foreign * gib:.1f} GiB of others, "
-            f"{reserve * gib:.2f} GiB --memory-reserve-bytes and {graphs * gib:.2f} GiB for graphs; lower "
+            f"no memory is left for KV: {ours * gib:.1f} GiB are ours (at most {fraction:.0%} of "
+            f"{total * gib:.1f} GiB, and what {foreign * gib:.1f} GiB of others and {reserve * gib:.2f} GiB "
+            f"--memory-reserve-bytes leave), less {peak * gib:.1f} GiB for weights, buffers and a chunk of "
+            f"{chunk} tokens and {graphs * gib:.2f} GiB for graphs; lower "
             "--chunked-prefill-size, --max-running-requests or --context-length, or raise "
             "--mem-fraction-static"
         )

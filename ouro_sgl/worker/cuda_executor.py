@@ -85,6 +85,11 @@ class CudaExecutor:
         torch.cuda.synchronize()
 
     @property
+    def prefill_row_counts(self) -> dict[str, tuple[int, ...]]:
+        """Row counts that prefill products are padded to, by weight."""
+        return self._prefill.row_counts
+
+    @property
     def graphs(self) -> list[int]:
         """Row counts that have a captured graph."""
         return self._rounds.captured

@@ -82,7 +82,8 @@ class CudaPrefill:
         largest = next((count for count in ROW_COUNTS if count >= max_tokens), -(-max_tokens // 128) * 128)
         counts = (*(count for count in ROW_COUNTS if count < largest), largest)
         layer = model.layers[0]
-        self._counts = {
+        # by weight: row counts whose bits are those of the largest
+        self.row_counts = {
             name: check_row_counts(weight, counts)
             for name, weight in (
                 ("qkv", layer.qkv),
@@ -99,7 +100,7 @@ class CudaPrefill:
     def _linear(self, name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [M, K] at the smallest good row count: [M, N]."""
         rows = x.shape[0]
-        count = next(count for count in self._counts[name] if count >= rows)
+        count = next(count for count in self.row_counts[name] if count >= rows)
         if count == rows:
             return torch.nn.functional.linear(x, weight)
         padded = x.new_zeros(count, x.shape[1])

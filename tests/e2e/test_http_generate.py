@@ -166,7 +166,7 @@ BAD_VALUES: list[dict[str, Any]] = [
     {"text": "a", "sampling_params": {"max_new_tokens": 256}},
     {"text": "a", "sampling_params": {"top_p": 0}},
     {"text": "a", "sampling_params": {"unheard_of": 0}},
-    {"text": "a", "sampling_params": {"json_schema": "{}"}},
+    {"text": "a", "sampling_params": {"json_schema": "{"}},
     {"text": "a", "rid": ["x"]},
     {"text": ["a"] * 4097},
 ]

@@ -150,8 +150,6 @@ def test_unknown_routes_and_methods(served: Served) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "/pause_generation"),
-        ("POST", "/continue_generation"),
         ("GET", "/start_profile"),
         ("GET", "/stop_profile"),
     ],

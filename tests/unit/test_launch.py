@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -91,6 +92,9 @@ def test_resolve_fills_in_what_the_checkpoint_says(folder: Path) -> None:
     assert args.api_key == "k"
     named = launch.resolve(ServerArgs(model_path=str(folder), served_model_name="mine"))
     assert named.served_model_name == "mine"
+    whole = ServerArgs(model_path=str(folder), chunked_prefill_size=-1)
+    assert launch.resolve(whole).chunked_prefill_size == 256
+    assert launch.resolve(replace(whole, context_length=100)).chunked_prefill_size == 100
     assert launch.resolve(args) == args
 
 

@@ -92,13 +92,18 @@ class Runtime:
         )
         self.worker: Worker = model.worker(num_slots, worker_settings)
         config = SchedulerConfig(
-            loops, num_slots, rows, rounds_in_flight, chunked_prefill_size, **settings  # type: ignore[arg-type]
+            loops,
+            num_slots,
+            rows,
+            rounds_in_flight,
+            chunked_prefill_size,
+            **settings,  # type: ignore[arg-type]
         )
         self.scheduler = Scheduler(config, NoGrammars())
         self.heard: dict[int, Heard] = {}
 
     def submit(self, input_ids: list[int], **fields: object) -> int:
-        """Queue a greedy request with log-probabilities; keywords: :class:`GenerateReq` or :class:`RowParams`."""
+        """Queue a greedy request with log-probabilities; keywords are fields."""
         uid = len(self.heard) + 1
         self.heard[uid] = Heard()
         top = {name: fields.pop(name) for name in list(fields) if name in GenerateReq.__struct_fields__}
@@ -156,9 +161,3 @@ class Runtime:
             assert heard.finished is None, "a second end"
             heard.finished = finished
             assert finished.reason is FinishReason.ABORT or len(heard.ids) == finished.num_tokens
-
-
-def top_gap(logprobs: list[float]) -> float:
-    """Distance between the best two of a list of log-probabilities."""
-    best = sorted(logprobs)[-2:]
-    return best[1] - best[0]

@@ -265,8 +265,17 @@ class Client:
         return self.post("/flush_cache", {}).status_code == 200
 
     def is_idle(self, seconds: float = 30.0) -> bool:
-        """Whether everything ends and is given back within ``seconds``."""
+        """Whether everything ends and is given back within ``seconds``; empties the cache then."""
         return wait_for(self.flush, seconds)
+
+    def nothing_runs(self, seconds: float = 30.0) -> bool:
+        """Whether everything ends within ``seconds``; leaves the cache alone."""
+
+        def quiet() -> bool:
+            state = self.state()
+            return not any(state[count] for count in ("waiting", "prefilling", "running", "draining"))
+
+        return wait_for(quiet, seconds)
 
     def state(self) -> Any:
         """What the scheduler counts: ``running``, ``waiting``, ``free_slots``, ..."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.e2e.reports.runtime import Heard, Runtime
+from tests.e2e.reports.support import NATIVE, Client, greedy
 from tests.models import rand_checkpoint
 from tests.worker_driver import Model
 
 LENGTHS = [1, 2, 6, 7, 8, 13, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 70]
+# Chunk and budget of one step, in tokens; -1 as a chunk becomes one of the context's length.
+SIZES = [(1, None), (1, 16), (7, 16), (7, 64), (16, 64), (64, 16), (64, 64), (4096, 16), (4096, 64)]
 EARLY = {"max_new_tokens": 8, "exit_threshold": 0.7}
 
 
@@ -39,7 +44,7 @@ def answers(model: Model, inputs: list[list[int]], **settings: object) -> list[H
 def test_ovl_01_no_chunk_size_changes_an_answer(model: Model) -> None:
     inputs = prompts(LENGTHS, 1)
     whole = answers(model, inputs, chunked_prefill_size=4096)
-    for chunk, budget in [(1, None), (1, 16), (7, 16), (7, 64), (16, 64), (64, 16), (64, 64), (4096, 16), (4096, 64)]:
+    for chunk, budget in SIZES:
         cut = answers(model, inputs, chunked_prefill_size=chunk, max_prefill_tokens=budget)
         for ids, one, other in zip(inputs, whole, cut, strict=True):
             where = f"{len(ids)} ids, chunk {chunk}, at most {budget}"
@@ -48,6 +53,75 @@ def test_ovl_01_no_chunk_size_changes_an_answer(model: Model) -> None:
             assert one.prompt_logprobs is not None
             assert other.prompt_logprobs is not None
             assert one.prompt_logprobs.values == other.prompt_logprobs.values, where
+
+
+@pytest.mark.parametrize("server", ["script", "small"])
+def test_ovl_03_over_http(server: str, request: pytest.FixtureRequest) -> None:
+    """Synchronous rounds and rounds in flight; alone, in a batch, with n = 2 and streamed."""
+    client: Client = request.getfixturevalue(server)
+    counts = [1, 2, 3, 7]
+    each = [greedy(count, ignore_eos=True) for count in counts]
+    texts = ["5", "56", "567", "5678"]
+    alone = [client.generate(text, sampling) for text, sampling in zip(texts, each, strict=True)]
+    batch = client.generate(texts, each, return_logprob=True)
+    for count, answer in zip(counts * 2, alone + batch, strict=True):
+        assert answer["meta_info"]["completion_tokens"] == len(answer["output_ids"]) == count
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": count}
+        if "output_token_logprobs" in answer["meta_info"]:
+            assert len(answer["meta_info"]["output_token_logprobs"]) == count
+    for text, sampling, answer in zip(texts, each, alone, strict=True):
+        samples = client.generate(text, {**sampling, "n": 2})
+        last = client.stream_text(text, sampling).finish()[-1]
+        for other in (*samples, last):
+            assert other["output_ids"] == answer["output_ids"]
+
+
+def test_ovl_06_endings_at_any_moment(small: Client) -> None:
+    """Arrivals, aborts and hang-ups at random times in a pool that holds two or three of the requests."""
+    rng = random.Random(6)
+    kinds = []
+    for index in range(12):
+        ids = prompts([rng.randint(1, 100)], 60 + index)[0]
+        sampling = greedy(rng.randint(1, 40), ignore_eos=True)
+        kinds.append((ids, sampling, small.solo(ids, sampling)["output_ids"]))
+    pids = small.pids()
+
+    def one(number: int, kind: int, wait: float, fate: float) -> str:
+        ids, sampling, expected = kinds[kind]
+        time.sleep(wait)
+        body = {"input_ids": ids, "sampling_params": sampling, "rid": f"storm-{number}"}
+        stream = small.stream(NATIVE, body)
+        if fate < 0.4:
+            time.sleep(fate)
+            small.abort(rid=f"storm-{number}")
+        elif fate < 0.5:
+            with contextlib.suppress(AssertionError):  # it may have ended by itself
+                stream.wait_chunks(2)
+            stream.close()
+            return "hung up"
+        chunks = stream.finish()
+        ends = [chunk["meta_info"]["finish_reason"] for chunk in chunks if "meta_info" in chunk]
+        assert [end is not None for end in ends] == [False] * (len(ends) - 1) + [True]
+        got = chunks[-1]["output_ids"]
+        if ends[-1]["type"] == "abort":
+            assert got == expected[: len(got)]
+        else:
+            assert got == expected
+        reason: str = ends[-1]["type"]
+        return reason
+
+    calls = [(number, rng.randrange(len(kinds)), 4.0 * rng.random(), rng.random()) for number in range(100)]
+    outcomes = small.at_once([lambda call=call: one(*call) for call in calls])
+    assert {"abort", "length", "hung up"} <= set(outcomes)
+    assert small.is_idle()
+    state = small.get("/server_info").json()["internal_states"][0]
+    assert (state["free_slots"], state["free_rows"]) == (state["num_slots"], state["rows"])
+    answer = small.generate(prompts([299], 7)[0], greedy(1))
+    assert answer["meta_info"]["prompt_tokens"] == 299
+    assert small.pids() == pids
+    log = small.server.log()
+    assert "Traceback" not in log
+    assert " ERROR " not in log
 
 
 @pytest.mark.parametrize("rounds_in_flight", [1, 2, 4])

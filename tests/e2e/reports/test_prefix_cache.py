@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.e2e.reports.runtime import Runtime
-from tests.e2e.reports.support import NATIVE, Client, greedy, wait_for
+from tests.e2e.reports.support import NATIVE, Client, greedy
 from tests.worker_driver import Model
 
 ANSWER = greedy(24, ignore_eos=True)
@@ -178,6 +178,7 @@ def test_our_09_a_prefix_is_shared_between_depth_rules_and_stays_exact(ouro: Cli
 
 
 def test_our_09_capacity_comes_back(small: Client) -> None:
-    assert wait_for(lambda: small.generate(prompt(299, 10), greedy(1))["meta_info"]["prompt_tokens"] == 299)
+    assert small.generate(prompt(299, 10), greedy(1))["meta_info"]["prompt_tokens"] == 299
+    assert small.is_idle()
     state = small.get("/server_info").json()["internal_states"][0]
     assert state["free_slots"] + state["cached_slots"] == state["num_slots"]

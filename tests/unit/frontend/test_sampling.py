@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ouro_sgl.errors import RequestError
+from ouro_sgl.frontend.grammar import MAX_SOURCE_BYTES, Grammar
 from ouro_sgl.frontend.sampling import (
     CHECKS,
-    REFUSED_KEYS,
     UINT64,
     Limits,
     SamplingParams,
@@ -54,7 +54,7 @@ def test_defaults() -> None:
 
 
 def test_null_means_the_default() -> None:
-    everything = dict.fromkeys([*CHECKS, *REFUSED_KEYS])
+    everything = dict.fromkeys(CHECKS)
     del everything["max_new_tokens"]  # null has a meaning of its own there
     assert parse(**everything).row_params(10, seed=7) == parse().row_params(10, seed=7)
 
@@ -67,6 +67,10 @@ BAD = {
     "frequency_penalty": [-2.01, 2.01, math.inf],
     "presence_penalty": [-2.01, 2.01, {}],
     "repetition_penalty": [0, 2.01, -1, math.nan],
+    "regex": [5, ["a"], {}, "a" * (MAX_SOURCE_BYTES + 1), "\ud800"],
+    "ebnf": [5, ["a"], "é" * (MAX_SOURCE_BYTES // 2 + 1)],
+    "json_schema": [5, True, ["a"]],
+    "stop_regex": [5, [5], ["a", ""], "(", "a" * 257, "a*", "$", "(?=a)", ["a"] * 33, "\ud800"],
     "max_new_tokens": [-1, 1.0, "5", True, []],
     "min_new_tokens": [-1, 129, 1.5],
     "stop": [5, [1], ["a", None], ["x"] * 33, "", ["a", ""], {"a": 1}],
@@ -123,7 +127,12 @@ GOOD = [
     ("min_loops", 4),
     ("max_loops", 1),
     ("regex", ""),
+    ("json_schema", ""),
+    ("json_schema", {"type": "string"}),
+    ("regex", "a" * MAX_SOURCE_BYTES),
     ("stop_regex", []),
+    ("stop_regex", ""),
+    ("stop_regex", ["a{256}", "é+"]),
 ]
 
 
@@ -132,10 +141,26 @@ def test_edge_values_are_taken(name: str, value: Any) -> None:
     row(**{name: value})
 
 
-@pytest.mark.parametrize("name", REFUSED_KEYS)
-def test_what_is_not_served_yet_is_refused_by_name(name: str) -> None:
-    with pytest.raises(RequestError, match=f"{name} is not supported"):
-        parse(**{name: "[a-z]+"})
+@pytest.mark.parametrize(
+    ("raw", "grammar"),
+    [
+        ({}, None),
+        ({"regex": "", "ebnf": None, "json_schema": ""}, None),
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"regex": "", "ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+        ({"json_schema": "{}"}, Grammar("json_schema", "{}")),
+        ({"json_schema": {"enum": ["é"]}}, Grammar("json_schema", '{"enum":["é"]}')),
+    ],
+)
+def test_the_grammar_of_a_request(raw: dict[str, Any], grammar: Grammar | None) -> None:
+    settings = parse(**raw)
+    assert settings.grammar == grammar
+    assert settings.row_params(10, seed=0).constrained == (grammar is not None)
+
+
+def test_grammars_contradict_each_other() -> None:
+    with pytest.raises(RequestError, match="json_schema and regex cannot both"):
+        parse(regex="a", json_schema="{}")
 
 
 def test_an_unknown_key_is_named() -> None:

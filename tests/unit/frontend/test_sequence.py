@@ -201,3 +201,47 @@ def test_logprobs_are_cut_with_the_tokens(tokenizer: Tokenizer) -> None:
     assert meta["output_token_logprobs"][0][2] is None
     assert meta["exit_depths"] == [4, 1]
     assert meta["mean_exit_depth"] == 2.5
+
+
+def test_a_regex_takes_back_what_was_shown_of_its_match(tokenizer: Tokenizer) -> None:
+    sequence = make(tokenizer, stop_regex="b[0-9]+c")
+    assert feed(sequence, byte_ids("ab1")) is None
+    assert sequence.answer()["text"] == "ab1"
+    assert feed(sequence, byte_ids("2cde")) == 5
+    answer = end(sequence, FinishReason.STOP_STRING, 5)
+    assert answer["text"] == "a"
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "b[0-9]+c"}
+    assert answer["output_ids"] == byte_ids("ab12c")
+    kept = make(tokenizer, stop_regex=["x", "b[0-9]+c"], no_stop_trim=True)
+    feed(kept, byte_ids("ab12cde"))
+    assert end(kept, FinishReason.STOP_STRING, 5)["text"] == "ab12c"
+
+
+def test_a_complete_grammar_is_a_stop_without_a_token(tokenizer: Tokenizer) -> None:
+    sequence = make(tokenizer, regex="hi", ignore_eos=True)
+    feed(sequence, byte_ids("hi"))
+    answer = end(sequence, FinishReason.STOP_GRAMMAR, 2)
+    assert answer["text"] == "hi"
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": None}
+
+
+def test_exit_gate_values_are_cut_with_the_tokens(tokenizer: Tokenizer) -> None:
+    sampling = parse_sampling_params({"stop": "b"}, LIMITS_300)
+    params = sampling.row_params(3, 0, exit_lambdas=True)
+    sequence = Sequence(1, "r", 0, byte_ids("abc"), params, sampling, tokenizer, None, False)
+    values = [[0.1, 0.2, 0.3, 0.4], [0.5], [0.6, 0.7]]
+    assert sequence.add(byte_ids("abc"), [4, 1, 2], None, values) == 2
+    meta = end(sequence, FinishReason.STOP_STRING, 2)["meta_info"]
+    assert meta["exit_logprobs"] == values[:2]
+    assert "exit_logprobs" not in end(make(tokenizer), FinishReason.ABORT, 0)["meta_info"]
+
+
+def test_weight_versions_are_told_when_they_changed(tokenizer: Tokenizer) -> None:
+    sequence = make(tokenizer)
+    assert sequence.answer()["meta_info"]["weight_version"] == "default"
+    sequence.start(0, None, ["7"])
+    assert sequence.answer()["meta_info"]["weight_version"] == "7"
+    meta = end(sequence, FinishReason.ABORT, 0, weight_versions=["7"])["meta_info"]
+    assert "weight_versions" not in meta
+    changed = end(make(tokenizer), FinishReason.ABORT, 0, weight_versions=["7", "8"])["meta_info"]
+    assert (changed["weight_version"], changed["weight_versions"]) == ("8", ["7", "8"])

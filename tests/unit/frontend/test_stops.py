@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ouro_sgl.frontend.stops import StopMatch, StopMatcher
+from ouro_sgl.errors import RequestError
+from ouro_sgl.frontend.stops import REGEX_WINDOW, StopMatch, StopMatcher, StopRegex
 
 LETTERS = st.text(alphabet="ab", max_size=6)
 
@@ -90,3 +93,71 @@ def test_a_long_stop_costs_linear_time() -> None:
     assert matcher.feed("a" * 10, 2) is None
     assert matcher.feed("b", 3) == StopMatch(stop, 10, 100_011)
     assert time.perf_counter() - start < 10
+
+
+def regexes(*patterns: str, stops: list[str] | None = None, min_tokens: int = 0) -> StopMatcher:
+    return StopMatcher(stops or [], min_tokens, [StopRegex(pattern) for pattern in patterns])
+
+
+def test_a_regex_across_tokens_counts_characters() -> None:
+    match, tokens = feed_all(regexes("é[0-9]{2}"), ["😀a", "é1", "x", "é", "4", "2", "y"])
+    assert (match, tokens) == (StopMatch("é[0-9]{2}", 5, 8), 6)
+
+
+def test_strings_go_before_regexes_and_regexes_in_their_order() -> None:
+    pieces = ["one two three"]
+    assert feed_all(regexes("o[a-z]e", stops=["three"]), pieces)[0] == StopMatch("three", 8, 13)
+    assert feed_all(regexes("t[a-z]+", "o[a-z]+"), pieces)[0] == StopMatch("t[a-z]+", 4, 7)
+
+
+def test_regex_matches_of_early_tokens_are_ignored() -> None:
+    match, tokens = feed_all(regexes("a", min_tokens=3), ["a", "a", "b", "a"])
+    assert (match, tokens) == (StopMatch("a", 3, 4), 4)
+
+
+def test_anchors_and_borders_look_at_the_whole_output() -> None:
+    filler = ["x" * 100] * (4 * REGEX_WINDOW // 100)
+    assert feed_all(regexes("^b"), [*filler, "b"])[0] is None
+    assert feed_all(regexes("^x+b$"), ["xx", "b"])[0] == StopMatch("^x+b$", 0, 3)
+    assert feed_all(regexes(r"\bb"), [*filler, "b"])[0] is None
+    long = sum(map(len, filler))
+    assert feed_all(regexes(r"\bb"), [*filler, " ", "b"])[0] == StopMatch(r"\bb", long + 1, long + 2)
+
+
+def test_a_match_as_long_as_the_window_is_found_late_in_a_text() -> None:
+    pieces = ["é" * 50] * 300 + ["a"] * (REGEX_WINDOW - 1) + ["b"]
+    pattern = "a+b"
+    match, tokens = feed_all(regexes(pattern), pieces)
+    assert (match, tokens) == (StopMatch(pattern, 15000, 15000 + REGEX_WINDOW), len(pieces))
+
+
+@given(
+    pattern=st.sampled_from(["ab+a", "(a|bb)b", "b{3}", "a.a", "ba$", "^bb", "é?aa|ba"]),
+    pieces=st.lists(st.text(alphabet="abé", max_size=5), max_size=10),
+)
+@settings(max_examples=300, deadline=None)
+def test_regexes_equal_a_plain_search(pattern: str, pieces: list[str]) -> None:
+    matcher = regexes(pattern)
+    text = ""
+    for number, piece in enumerate(pieces, start=1):
+        match = matcher.feed(piece, number)
+        text += piece
+        # Python's $ also matches before a last newline, of which there is none here
+        found = re.search(pattern, text)
+        assert match == (None if found is None else StopMatch(pattern, *found.span()))
+        if match is not None:
+            return
+
+
+@pytest.mark.parametrize("pattern", ["(", "[", "a" * 257, "a*", "(a{100}){100}", r"(a)\1", "(?!a)", r"\pL{150}"])
+def test_bad_regexes_are_refused(pattern: str) -> None:
+    with pytest.raises(RequestError, match="stop_regex"):
+        StopRegex(pattern)
+
+
+def test_a_hard_regex_costs_linear_time() -> None:
+    matcher = regexes("(a|b)*a(a|b){100}c")
+    start = time.perf_counter()
+    for number in range(1000):
+        assert matcher.feed("ab" * 20, number) is None
+    assert time.perf_counter() - start < 60

@@ -39,14 +39,15 @@ def random_params(rng: random.Random, longest: int) -> dict[str, object]:
         options |= {"exit_trace": [LOOPS, *depths], "min_loops": 1, "max_loops": LOOPS}
     if rng.random() < 0.2:
         options["prompt_logprob_start"] = rng.randrange(30)
-    if rng.random() < 0.2:
+    if rng.random() < 0.1:
         options["grammar"] = f"{rng.randrange(1, 9)} {rng.randrange(12)}"
     return options
 
 
 def disturb(sim: Simulation, rng: random.Random) -> None:
     """Abort or stop some request, in whatever state it is."""
-    uid = rng.randrange(len(sim.answers))
+    running = [uid for uid, request in sim.scheduler.requests.items() if request.output_ids]
+    uid = rng.choice(running) if running and rng.random() < 0.5 else rng.randrange(len(sim.answers))
     answer = sim.answers[uid]
     if answer.finished is not None:
         if rng.random() < 0.2:

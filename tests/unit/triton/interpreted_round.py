@@ -1,4 +1,4 @@
-"""``interpreted_round.py <layout> <folder>``: see test_round_interpreted.py."""
+"""``interpreted_round.py <folder>``: see test_round_interpreted.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,8 +45,8 @@ class InterpretedExecutor:
 
 def requests() -> list[Request]:
     """One per path through the kernels: every policy, greedy, drawn, filtered, penalised, biased."""
-    base = dict(max_new_tokens=4, exit_threshold=0.7, logprobs=True)
-    prompts = [list(range(20, 20 + n)) for n in (3, 130, 9, 64, 17, 5, 30, 2)]
+    base: dict[str, Any] = {"max_new_tokens": 3, "exit_threshold": 0.7, "logprobs": True}
+    prompts = [list(range(20, 20 + n)) for n in (3, 70, 9, 33, 17, 5, 30, 2)]
     params = [
         RowParams(**base, temperature=0.0),
         RowParams(**base, temperature=1.0, seed=2**64 - 3),
@@ -72,13 +73,11 @@ def requests() -> list[Request]:
 
 
 def main() -> None:
-    layout, folder = sys.argv[1], Path(sys.argv[2])
+    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    model = Model(rand_checkpoint(folder))
+    model = Model(rand_checkpoint(folder, layers=1))
     config, slots = model.config, 2048
-    settings = WorkerSettings(
-        max_rows=8, max_length=192, rounds_in_flight=2, shared_layout=layout == "shared"
-    )
+    settings = WorkerSettings(max_rows=8, max_length=192, rounds_in_flight=2)
     rows = Rows(8, 192, 4, config.vocab_size, config.hidden_size, torch.float32, torch.device("cpu"))
     pool = KVPool(config, slots, torch.float32, torch.device("cpu"), poison=True)
     heads = {ExitMode.RANDOM_LOOKAHEAD: random_lookahead_head(0, config.hidden_size)}
