@@ -16,7 +16,17 @@ import triton
 from ouro_kernels.triton_ops import attention
 
 HEADS, HEAD_DIM = 16, 128
-CELLS = [(1024, 1), (1024, 32), (1024, 128), (4096, 16), (4096, 64), (16384, 4), (65408, 1)]
+CELLS = [
+    (1024, 1),
+    (1024, 32),
+    (1036, 32),
+    (1024, 128),
+    (1036, 128),
+    (4096, 16),
+    (4096, 64),
+    (16384, 4),
+    (65408, 1),
+]
 
 
 def graph_time(launch: object, repeats: int = 3) -> float:
@@ -45,19 +55,19 @@ def make_work(lengths: list[int]) -> attention.WorkList:
     fine = len(lengths) * -(-length // attention.TILE) <= attention.FINE_TILES
     group = attention.SHORT_GROUP if length <= attention.SHORT_LENGTH else attention.LONG_GROUP
     span = attention.TILE if fine else group
-    items = [(lane, at) for lane, length in enumerate(lengths) for at in range(0, length, span)]
+    starts = range(0, length, span)
+    lanes = range(len(lengths))
+    full = [(lane, at) for lane in lanes for at in starts[:-1]]
+    items = full + [(lane, starts[-1]) for lane in lanes]
     work = attention.WorkList(
         max(len(lengths), len(items)), max(lengths), HEADS, HEAD_DIM, torch.device("cuda")
     )
-    starts = [0]
-    for length in lengths[:-1]:
-        starts.append(starts[-1] + -(-length // span))
-    work.first_item[: len(lengths)] = torch.tensor(starts)
+    work.first_item[: len(lengths)] = torch.tensor([lane * (len(starts) - 1) for lane in lanes])
     work.table_index[: len(lengths)] = torch.arange(len(lengths))
     work.length[: len(lengths)] = torch.tensor(lengths)
     work.item_lane[: len(items)] = torch.tensor([lane for lane, _ in items])
     work.item_start[: len(items)] = torch.tensor([at for _, at in items])
-    work.num_items[0], work.fine[0] = len(items), fine
+    work.num_items[0], work.num_full[0], work.fine[0] = len(items), len(full), fine
     return work
 
 

@@ -82,7 +82,7 @@ class ServerArgs:
         MODEL,
         "longest request, prompt and output together",
         unit="tokens",
-        minimum=1,
+        minimum=2,
         auto="the model's",
     )
     dtype: str = _setting(

@@ -180,7 +180,7 @@ class MockScheduler(threading.Thread):
                 text = "aborted before prefill"
             finished.append(Finished(uid, FinishReason.ABORT, row.sent, message=text))
         if finished:
-            self._sender.send(TokenBatch(finished=finished))
+            self._try_send(TokenBatch(finished=finished))  # the frontend may have left at once
 
     def _admit(self, batch: TokenBatch) -> None:
         while self._waiting and len(self._running) < self.max_rows:

@@ -52,6 +52,7 @@ class GrammarTrial:
             *(str(folder), str(vocab_size)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._verdicts: OrderedDict[Grammar, Verdict] = OrderedDict()
 
@@ -74,16 +75,19 @@ class GrammarTrial:
         return verdict.grammar
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; grammars that still wait for it are refused."""
+        self._closed = True
         process = self._process
         if process is not None:
             process.kill()  # the thread, should it wait for an answer, gets none
         self._thread.shutdown()
-        if process is not None:
-            self._reap(process)
+        if self._process is not None:
+            self._reap(self._process)
 
     def _try(self, grammar: Grammar) -> Verdict:
         """Blocks for as long as the process takes; it limits its own time."""
+        if self._closed:
+            return Verdict(error="the server is shutting down")
         process = self._process
         if process is None:
             process = self._process = subprocess.Popen(

@@ -645,5 +645,5 @@ class TokenizerManager:
             metrics.generation_loops.inc(sum(sequence.exit_depths))
             if message.reason == FinishReason.ABORT:
                 metrics.aborted.inc()
-        if self.args.record_exit_trace:
-            self._recorded[sequence.rid] = sequence.exit_depths
+            if self.args.record_exit_trace:
+                self._recorded[sequence.rid] = sequence.exit_depths

@@ -64,7 +64,9 @@ class GenerateDoc(BaseModel):
     input_ids: list[int] | list[list[int]] | None = Field(None, description="instead of text")
     sampling_params: SamplingParamsDoc | list[SamplingParamsDoc] | None = None
     stream: bool = Field(False, description="server-sent events, each with the whole answer so far")
-    rid: str | list[str] | None = Field(None, description="id for /abort_request, unique while it runs")
+    rid: str | list[str] | None = Field(
+        None, description="id for /abort_request, unique while it runs; at most 1024 characters"
+    )
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] | None = Field(
         None, description="first prompt position to score; -1: output only"
@@ -76,7 +78,9 @@ class GenerateDoc(BaseModel):
     return_exit_logprobs: bool = Field(
         False, description="the exit gate's value after each loop of each output token"
     )
-    extra_key: str | list[str] | None = Field(None, description="namespace of the prefix cache")
+    extra_key: str | list[str] | None = Field(
+        None, description="namespace of the prefix cache; at most 1024 characters"
+    )
     priority: int = Field(0, description="higher goes first")
 
 

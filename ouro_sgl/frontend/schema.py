@@ -16,6 +16,7 @@ from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.sampling import Limits, SamplingParams, check_ids, parse_sampling_params
 
 INT64 = 1 << 63
+MAX_NAME = 1024  # characters of rid and extra_key; every sequence of a call and every chunk repeats them
 
 T = TypeVar("T")
 
@@ -125,7 +126,9 @@ def expand(body: GenerateBody, limits: Limits, max_sequences: int | None = None)
     starts = _per_prompt("logprob_start_len", body.logprob_start_len, size, None)
     tops = _per_prompt("top_logprobs_num", body.top_logprobs_num, size, 0)
     extra_keys = _per_prompt("extra_key", body.extra_key, size, None)
-    scored = _scored_ids(body.token_ids_logprob, size, batch)
+    _check_names("extra_key", body.extra_key)
+    _check_names("rid", body.rid)
+    scored = _scored_ids(body.token_ids_logprob, size, batch, limits.vocab_size)
     # Clients that score bare token lists (unconditional likelihood) send no start and want them all.
     ids_batch = body.text is None and batch
     prompts = []
@@ -135,7 +138,6 @@ def expand(body: GenerateBody, limits: Limits, max_sequences: int | None = None)
         if text is None and (not isinstance(ids, list) or len(ids) < limits.served_length):
             ids = check_ids("input_ids", ids, limits.vocab_size)
         sampling, start, top = samplings[index], starts[index], tops[index]
-        token_ids = check_ids("token_ids_logprob", scored[index], limits.vocab_size)
         if not 0 <= top <= limits.vocab_size:
             raise RequestError(f"top_logprobs_num must be in [0, {limits.vocab_size}], got {top}")
         if start is not None and start < -1:
@@ -151,7 +153,7 @@ def expand(body: GenerateBody, limits: Limits, max_sequences: int | None = None)
                 logprobs=wanted,
                 logprob_start=None if start == -1 or not wanted else start,
                 top_logprobs_num=top if wanted else 0,
-                token_ids_logprob=token_ids if wanted else [],
+                token_ids_logprob=scored[index] if wanted else [],
                 extra_key=extra_keys[index] or None,
             )
         )
@@ -201,16 +203,31 @@ def _per_prompt(name: str, value: T | list[T] | None, size: int, default: Any) -
     return [default if value is None else value] * size
 
 
-def _scored_ids(raw: list[Any] | None, size: int, batch: bool) -> list[list[int]]:
+def _check_names(field: str, names: str | list[Any] | None) -> None:
+    for name in [names] if isinstance(names, str) else names or ():
+        if name is not None and len(name) > MAX_NAME:
+            raise RequestError(f"{field} may hold at most {MAX_NAME} characters, got {len(name)}")
+
+
+def _scored_ids(raw: list[Any] | None, size: int, batch: bool, vocab_size: int) -> list[list[int]]:
+    """``token_ids_logprob`` of every prompt; one list that all of them share is looked at once."""
+
+    def check(ids: Any) -> list[int]:
+        if isinstance(ids, list) and len(ids) > vocab_size:
+            raise RequestError(
+                f"token_ids_logprob may hold at most {vocab_size} ids, as many as there are, got {len(ids)}"
+            )
+        return check_ids("token_ids_logprob", ids, vocab_size)
+
     if not raw:
         return [[]] * size
     if not any(isinstance(entry, list) or entry is None for entry in raw):
-        return [raw] * size
+        return [check(raw)] * size
     if not batch:
         raise RequestError("token_ids_logprob must be a flat list of ids for a single prompt")
     if len(raw) != size:
         raise RequestError(f"token_ids_logprob holds {len(raw)} entries for {size} prompts")
-    return [[] if entry is None else entry for entry in raw]
+    return [[] if entry is None else check(entry) for entry in raw]
 
 
 def _rids(

@@ -127,7 +127,8 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
             "--chunked-prefill-size, --max-running-requests or --context-length, or raise "
             "--mem-fraction-static"
         )
-    return budget // checkpoint.slot_bytes
+    # More than all rows at full length cannot be in use at once, and the scheduler keeps books on each.
+    return min(budget // checkpoint.slot_bytes, probe.max_rows * probe.max_length * loops)
 
 
 def _run_largest_chunk(

@@ -309,6 +309,7 @@ class CudaRounds:
             self._work.item_lane,
             self._work.item_start,
             self._work.num_items,
+            self._work.num_full,
             self._work.fine,
             rows.max_rows,
             table_stride,

@@ -45,15 +45,12 @@ def reason(answer: dict[str, Any]) -> dict[str, Any]:
 
 def snapshots(server: Server, payload: dict[str, Any]) -> list[dict[str, Any]]:
     """All chunks of a stream."""
-    found: list[dict[str, Any]] = []
     with (
         httpx.Client(timeout=PATIENCE, trust_env=False) as client,
         client.stream("POST", server.url + "/generate", json={**payload, "stream": True}) as response,
     ):
-        for line in response.iter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                found.append(json.loads(line[6:]))
-    return found
+        lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+    return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
 
 
 # --------------------------------------------------------------------------- what comes out
@@ -72,7 +69,7 @@ def snapshots(server: Server, payload: dict[str, Any]) -> list[dict[str, Any]]:
         "a\nb{2}",
     ],
 )
-def test_a_regex_is_matched_whole(server: Server, pattern: str) -> None:
+def test_con_04_a_regex_is_matched_whole(server: Server, pattern: str) -> None:
     for seed in (1, 2):
         payload = {
             "text": "hello",
@@ -165,7 +162,7 @@ def test_greedy_penalties_and_logprobs_work_within_the_mask(server: Server) -> N
 # --------------------------------------------------------------------------- ends
 
 
-def test_a_regex_that_may_be_empty(server: Server) -> None:
+def test_con_03_a_regex_that_may_be_empty(server: Server) -> None:
     assert ask(server, regex="()")["text"] == ""
     assert set(ask(server, regex="a*")["text"]) <= {"a"}
     assert ask(server, regex="()", ignore_eos=True)["output_ids"] == []
@@ -176,7 +173,7 @@ def test_a_regex_that_may_be_empty(server: Server) -> None:
     assert time.monotonic() - start < 10
 
 
-def test_the_token_limit_cuts_a_match_short(server: Server) -> None:
+def test_con_06_the_token_limit_cuts_a_match_short(server: Server) -> None:
     for limit in (10, 40):
         answer = ask(server, regex="a{500}", max_new_tokens=limit)
         assert answer["text"] == "a" * limit
@@ -187,7 +184,7 @@ def test_the_token_limit_cuts_a_match_short(server: Server) -> None:
         assert re.fullmatch(pattern, answer["text"])
 
 
-def test_stops_within_a_match(server: Server) -> None:
+def test_con_08_stops_within_a_match(server: Server) -> None:
     answer = ask(server, regex="abcdef", stop="cd")
     assert (answer["text"], reason(answer)) == ("ab", {"type": "stop", "matched": "cd"})
     answer = ask(server, regex="abcdef", stop_token_ids=[E_ID])
@@ -202,7 +199,7 @@ def test_stops_within_a_match(server: Server) -> None:
     assert answer["text"] == "a" + "b" * 19
 
 
-def test_an_aborted_text_begins_a_match(server: Server) -> None:
+def test_con_08_an_aborted_text_begins_a_match(server: Server) -> None:
     rng = random.Random(3)
     for round_number in range(4):
         rid = f"abort-{round_number}"
@@ -238,11 +235,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def children(server: Server) -> dict[str, str]:
+    """Process ids of the server's children, by title."""
+    parent = server.process.pid
+    pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return {Path(f"/proc/{pid}/cmdline").read_text().strip("\0 "): pid for pid in pids}
+
+
 def bomb(first: int) -> dict[str, Any]:
     return {"type": "integer", "allOf": [{"multipleOf": n} for n in (first, 89, 83)]}
 
 
-def test_bad_grammars_are_refused_beside_a_stream_that_does_not_notice(server: Server) -> None:
+def test_con_01_bad_grammars_are_refused_beside_a_stream_that_does_not_notice(server: Server) -> None:
     long = {
         "text": "hello",
         "return_logprob": True,
@@ -254,6 +258,8 @@ def test_bad_grammars_are_refused_beside_a_stream_that_does_not_notice(server: S
         return [answer["text"], answer["output_ids"], meta["exit_depths"], meta["output_token_logprobs"]]
 
     alone = essence(snapshots(server, long)[-1])
+    processes = children(server)
+    assert {"ouro_sgl::scheduler", "ouro_sgl::worker"} <= set(processes)
     with ThreadPoolExecutor(1) as pool:
         stream = pool.submit(snapshots, server, long)
         for sampling, message in BAD:
@@ -269,6 +275,9 @@ def test_bad_grammars_are_refused_beside_a_stream_that_does_not_notice(server: S
             assert "json_schema: the grammar is too complex" in answer.body.decode()
         assert essence(stream.result()[-1]) == alone
     assert ask(server, regex="after")["text"] == "after"
+    after = children(server)
+    for name in ("ouro_sgl::scheduler", "ouro_sgl::worker"):
+        assert after[name] == processes[name]
 
 
 # --------------------------------------------------------------------------- company
@@ -312,7 +321,7 @@ def test_31_free_requests_are_what_they_are_alone(server: Server) -> None:
     assert beside[:1] == run([constrained])
 
 
-def test_a_tokenizer_whose_tokens_carry_spaces(tmp_path: Path) -> None:
+def test_con_06_a_tokenizer_whose_tokens_carry_spaces(tmp_path: Path) -> None:
     tokenizer = metaspace_tokenizer()
     chain: dict[int, list[int]] = {token: [] for token in range(tokenizer.get_vocab_size())}
     model = script_checkpoint(tmp_path / "model", chain, tokenizer=tokenizer)

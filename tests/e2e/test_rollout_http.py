@@ -69,7 +69,9 @@ def ask(server: Server, **changes: Any) -> dict[str, Any]:
 class Stream:
     """A greedy stream, read in the background."""
 
-    def __init__(self, server: Server, pool: ThreadPoolExecutor, max_new_tokens: int, **sampling: Any) -> None:
+    def __init__(
+        self, server: Server, pool: ThreadPoolExecutor, max_new_tokens: int, **sampling: Any
+    ) -> None:
         self.chunks: list[dict[str, Any]] = []
         self._url = server.url + "/generate"
         self._payload = {
@@ -251,6 +253,8 @@ def test_refusals_and_exit_gate_values(server: Server, models: tuple[Path, Path]
             stay *= 1.0 - value
             left = 1.0 - stay >= threshold - 1e-6 or loop == 4
             assert left == (loop == len(values)) or abs(1.0 - stay - threshold) < 1e-5
-    full = ask(server, return_exit_logprobs=True, sampling_params={"max_new_tokens": 3, "exit_threshold": 1.0})
+    full = ask(
+        server, return_exit_logprobs=True, sampling_params={"max_new_tokens": 3, "exit_threshold": 1.0}
+    )
     assert [len(values) for values in full["meta_info"]["exit_logprobs"]] == [4, 4, 4]
     assert "exit_logprobs" not in ask(server)["meta_info"]

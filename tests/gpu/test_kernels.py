@@ -126,20 +126,18 @@ def group_of(length: int) -> int:
 
 def make_work(lengths: list[int], heads: int, head_dim: int, *, fine: bool) -> WorkList:
     """The list that ``begin_round_kernel`` would make."""
-    items = [
-        (lane, at)
-        for lane, length in enumerate(lengths)
-        for at in range(0, length, attention.TILE if fine else group_of(length))
-    ]
+    starts = [list(range(0, n, attention.TILE if fine else group_of(n))) for n in lengths]
+    full = [(lane, at) for lane, mine in enumerate(starts) for at in mine[:-1]]
+    items = full + [(lane, mine[-1]) for lane, mine in enumerate(starts)]
     work = WorkList(max(len(lengths), len(items)), max(lengths), heads, head_dim, torch.device("cuda"))
     work.table_index, work.length = work.table_index[: len(lengths)], work.length[: len(lengths)]
     work.length[:] = torch.tensor(lengths)
     work.table_index[:] = torch.arange(len(lengths))
-    starts = [next(i for i, item in enumerate(items) if item[0] == lane) for lane in range(len(lengths))]
-    work.first_item[: len(lengths)] = torch.tensor(starts)
+    firsts = [sum(len(mine) - 1 for mine in starts[:lane]) for lane in range(len(lengths))]
+    work.first_item[: len(lengths)] = torch.tensor(firsts)
     work.item_lane[: len(items)] = torch.tensor([lane for lane, _ in items])
     work.item_start[: len(items)] = torch.tensor([at for _, at in items])
-    work.num_items[0], work.fine[0] = len(items), fine
+    work.num_items[0], work.num_full[0], work.fine[0] = len(items), len(full), fine
     return work
 
 

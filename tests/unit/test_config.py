@@ -96,6 +96,7 @@ def test_aliases_and_derived_flags(line: str, field: str, value: object) -> None
         ("--port", ["--port", "expected one argument"]),
         ("--port x", ["--port", "'x'"]),
         ("--port 0", ["--port 0", "1 .. 65535"]),
+        ("--context-length 1", ["--context-length 1", "at least 2"]),  # no prompt could have an answer
         ("--chunked-prefill-size 0", ["--chunked-prefill-size 0", "-1"]),
         ("--chunked-prefill-size -2", ["--chunked-prefill-size -2"]),
         ("--rounds-in-flight 9", ["--rounds-in-flight 9"]),

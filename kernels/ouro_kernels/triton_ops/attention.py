@@ -138,6 +138,8 @@ def _merge_run(
     peak_ptr,
     total_ptr,
     first,
+    last,
+    items,
     begin,
     end,
     head,
@@ -145,15 +147,17 @@ def _merge_run(
     D: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Merge the items ``begin .. end - 1`` of a lane in order. A place past the end adds exact zeros."""
+    """Merge items ``begin .. end - 1`` of a lane's ``items`` in order. Its first stands at place
+    ``first`` of the list, its last at ``last``. A place past the end adds exact zeros."""
     d = tl.arange(0, D)
     peak = -float("inf")
     total = 0.0
     acc = tl.zeros((D,), tl.float32)
     for start in tl.range(begin, end, UNROLL):
         for offset in tl.static_range(UNROLL):
-            exists = start + offset < end
-            at = (first + start + offset) * HEADS + head
+            item = start + offset
+            exists = item < end
+            at = tl.where(item == items - 1, last, first + item) * HEADS + head
             item_peak = tl.load(peak_ptr + at, mask=exists, other=-float("inf"))
             item_total = tl.load(total_ptr + at, mask=exists, other=0.0)
             part = tl.load(partial_ptr + at * D + d, mask=exists, other=0.0)
@@ -168,6 +172,7 @@ def _merge_kernel(
     total_ptr,
     length_ptr,
     first_item_ptr,
+    num_full_ptr,
     fine_ptr,
     count_ptr,
     out_ptr,
@@ -190,6 +195,7 @@ def _merge_kernel(
         length = tl.load(length_ptr + lane)
         group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
         first = tl.load(first_item_ptr + lane).to(tl.int64)
+        last = tl.load(num_full_ptr).to(tl.int64) + lane
         peak = -float("inf")
         total = 0.0
         acc = tl.zeros((D,), tl.float32)
@@ -198,12 +204,35 @@ def _merge_kernel(
             for begin in tl.range(0, tiles, group // TILE):
                 end = tl.minimum(begin + group // TILE, tiles)
                 group_peak, group_total, group_acc = _merge_run(
-                    partial_ptr, peak_ptr, total_ptr, first, begin, end, head, HEADS, D, UNROLL
+                    partial_ptr,
+                    peak_ptr,
+                    total_ptr,
+                    first,
+                    last,
+                    tiles,
+                    begin,
+                    end,
+                    head,
+                    HEADS,
+                    D,
+                    UNROLL,
                 )
                 peak, total, acc = _merge(peak, total, acc, group_peak, group_total, group_acc)
         else:
+            groups = tl.cdiv(length, group)
             peak, total, acc = _merge_run(
-                partial_ptr, peak_ptr, total_ptr, first, 0, tl.cdiv(length, group), head, HEADS, D, UNROLL
+                partial_ptr,
+                peak_ptr,
+                total_ptr,
+                first,
+                last,
+                groups,
+                0,
+                groups,
+                head,
+                HEADS,
+                D,
+                UNROLL,
             )
         tl.store(out_ptr + (lane * HEADS + head) * D + d, (acc / total).to(out_ptr.dtype.element_ty))
 
@@ -226,8 +255,10 @@ class WorkList:
     """Buffers of one round's attention work, for up to ``max_lanes`` lanes. Integers are int32.
 
     ``table_index`` [lanes]: row of the flat slot table [T * rows, max_length] of each lane;
-    ``length`` [lanes]; ``first_item`` [lanes]: where the lane's items begin; ``item_lane`` and
-    ``item_start`` (a position) [items]; ``num_items`` [1]; ``fine`` [1]: 1 if an item is a tile, 0 if
+    ``length`` [lanes]; ``item_lane`` and ``item_start`` (a position) [items]. All but the last item of
+    every lane come first in the list, those of a lane from place ``first_item`` [lanes] on; there are
+    ``num_full`` [1] of them, all of one length, so the programs share them evenly. Behind them stands
+    each lane's last item, shorter or not. ``num_items`` [1]; ``fine`` [1]: 1 if an item is a tile, 0 if
     it is a group. Partial results: ``partial`` fp32 [items, heads, D], ``peak``, ``total`` [items, heads].
     """
 
@@ -244,7 +275,7 @@ class WorkList:
 
         self.table_index, self.length, self.first_item = ints(max_lanes), ints(max_lanes), ints(max_lanes)
         self.item_lane, self.item_start = ints(items), ints(items)
-        self.num_items, self.fine = ints(1), ints(1)
+        self.num_items, self.num_full, self.fine = ints(1), ints(1), ints(1)
         self.partial = numbers(items, heads, head_dim)
         self.peak, self.total = numbers(items, heads), numbers(items, heads)
 
@@ -301,6 +332,7 @@ def decode_attention(
         work.total,
         work.length,
         work.first_item,
+        work.num_full,
         work.fine,
         count,
         out,

@@ -149,6 +149,7 @@ def _rope_write_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -157,40 +158,41 @@ def _rope_write_kernel(
     row = tl.program_id(0)
     if row >= tl.load(count_ptr):
         return
-    head = tl.program_id(1)
-    kind = query_ptr.dtype.element_ty
-    N: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     HALF: tl.constexpr = D // 2
-    i = tl.arange(0, HALF)
-    first = tl.zeros((HALF,), tl.float32)
-    second = tl.zeros((HALF,), tl.float32)
+    kind = query_ptr.dtype.element_ty
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    keep = head < ALL
+    i = tl.arange(0, HALF)[None, :]
+    first = tl.zeros((BLOCK, HALF), tl.float32)
+    second = tl.zeros((BLOCK, HALF), tl.float32)
     for split in tl.static_range(SPLIT):
-        base = qkv_ptr + (split * rows + row).to(tl.int64) * N + head * D
-        first += tl.load(base + i).to(tl.float32)
-        second += tl.load(base + HALF + i).to(tl.float32)
+        base = qkv_ptr + ((split * rows + row).to(tl.int64) * ALL + head) * D + i
+        first += tl.load(base, mask=keep, other=0.0).to(tl.float32)
+        second += tl.load(base + HALF, mask=keep, other=0.0).to(tl.float32)
     first = first.to(kind)
     second = second.to(kind)
-    if head >= HEADS + KV_HEADS:  # a value head: stored as it is
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-        out = values_ptr + (slot * KV_HEADS + head - HEADS - KV_HEADS) * D
-        tl.store(out + i, first)
-        tl.store(out + HALF + i, second)
-    else:
-        position = tl.load(positions_ptr + row).to(tl.int64)
-        cos = tl.load(cos_ptr + position * HALF + i).to(tl.float32)
-        sin = tl.load(sin_ptr + position * HALF + i).to(tl.float32)
-        a = first.to(tl.float32)
-        b = second.to(tl.float32)
-        # products rounded apart, as the plain model does
-        low = ((a * cos).to(kind).to(tl.float32) - (b * sin).to(kind).to(tl.float32)).to(kind)
-        high = ((b * cos).to(kind).to(tl.float32) + (a * sin).to(kind).to(tl.float32)).to(kind)
-        if head < HEADS:
-            out = query_ptr + (row.to(tl.int64) * HEADS + head) * D
-        else:
-            slot = tl.load(slots_ptr + row).to(tl.int64)
-            out = keys_ptr + (slot * KV_HEADS + head - HEADS) * D
-        tl.store(out + i, low)
-        tl.store(out + HALF + i, high)
+    position = tl.load(positions_ptr + row).to(tl.int64)
+    cos = tl.load(cos_ptr + position * HALF + i).to(tl.float32)
+    sin = tl.load(sin_ptr + position * HALF + i).to(tl.float32)
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
+    # products rounded apart, as the plain model does
+    low = ((a * cos).to(kind).to(tl.float32) - (b * sin).to(kind).to(tl.float32)).to(kind)
+    high = ((b * cos).to(kind).to(tl.float32) + (a * sin).to(kind).to(tl.float32)).to(kind)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    is_query = head < HEADS
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_value = (head >= HEADS + KV_HEADS) & keep  # stored as it is
+    query = query_ptr + (row.to(tl.int64) * HEADS + head) * D + i
+    tl.store(query, low, mask=is_query)
+    tl.store(query + HALF, high, mask=is_query)
+    key = keys_ptr + (slot * KV_HEADS + head - HEADS) * D + i
+    tl.store(key, low, mask=is_key)
+    tl.store(key + HALF, high, mask=is_key)
+    value = values_ptr + (slot * KV_HEADS + head - HEADS - KV_HEADS) * D + i
+    tl.store(value, first, mask=is_value)
+    tl.store(value + HALF, second, mask=is_value)
 
 
 def rope_write(
@@ -213,7 +215,9 @@ def rope_write(
     splits, rows, _ = qkv.shape
     _, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
-    _rope_write_kernel[(rows, heads + 2 * kv_heads)](
+    # few rows: one head per program, for more of them; many rows: fewer, fuller programs
+    block = 1 if rows <= 16 else min(16, triton.next_power_of_2(heads + 2 * kv_heads))
+    _rope_write_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, block))](
         qkv,
         query,
         keys,
@@ -228,8 +232,9 @@ def rope_write(
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
+        BLOCK=block,
         PDL=pdl,
-        num_warps=1,
+        num_warps=1 if block == 1 else 4,
         **pdl_launch(pdl),
     )
 

@@ -46,6 +46,7 @@ def begin_round_kernel(
     item_lane_ptr,
     item_start_ptr,
     num_items_ptr,
+    num_full_ptr,
     fine_ptr,
     rows,
     table_stride,
@@ -81,15 +82,19 @@ def begin_round_kernel(
     tiles = tl.sum(tl.where(runs, tl.cdiv(length, TILE), 0).to(tl.int32), 0)
     fine = (tiles <= FINE_TILES).to(tl.int32)
     span = item_span(fine, length, TILE, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
-    items = tl.where(runs, tl.cdiv(length, span), 0).to(tl.int32)
-    first = tl.cumsum(items, 0) - items
+    full = tl.where(runs, tl.cdiv(length, span) - 1, 0).to(tl.int32)
+    first = tl.cumsum(full, 0) - full
+    num_full = tl.sum(full, 0)
     tl.store(fine_ptr, fine)
     tl.store(first_item_ptr + lane, first, mask=runs)
-    tl.store(num_items_ptr, tl.sum(items, 0))
-    for item in tl.range(0, tl.max(items, 0)):
-        mine = runs & (item < items)
+    tl.store(num_full_ptr, num_full)
+    tl.store(num_items_ptr, num_full + tl.sum(runs.to(tl.int32), 0))
+    for item in tl.range(0, tl.max(full, 0)):
+        mine = runs & (item < full)
         tl.store(item_lane_ptr + first + item, lane, mask=mine)
         tl.store(item_start_ptr + first + item, (item * span).to(tl.int32), mask=mine)
+    tl.store(item_lane_ptr + num_full + lane, lane, mask=runs)
+    tl.store(item_start_ptr + num_full + lane, (full * span).to(tl.int32), mask=runs)
 
 
 @triton.jit

@@ -57,6 +57,11 @@ CHAIN: dict[int, int | list[int]] = {
 LONG = "5"  # a prompt whose answer never ends
 
 
+def letters(count: int) -> str:
+    """The first ``count`` characters of the greedy answer to the last letter of :data:`LETTERS`."""
+    return "".join(itertools.islice(itertools.cycle(LETTERS), count))
+
+
 def digits(count: int) -> str:
     """The first ``count`` characters of the greedy answer to :data:`LONG`."""
     return "".join(itertools.islice(itertools.cycle(DIGITS[1:] + DIGITS[0]), count))

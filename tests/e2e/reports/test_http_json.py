@@ -129,7 +129,11 @@ def test_htp_05_a_very_large_body(script: Client) -> None:
     bodies += [json.dumps({"text": ["s"] * 10_000}).encode()]
     bodies += [json.dumps({"text": ["s"] * 4000 + ["a" * 9000]}).encode()]
     bodies += [json.dumps({"text": "s", "sampling_params": {"n": 10_000}}).encode()]
-    bodies += [json.dumps({"text": "s", "rid": "r" * 7_000_000, "x": ["y" * 10] * 1000}).encode()]
+    # What is given once and belongs to each of many sequences.
+    many = {"text": ["s"] * 2000}
+    bodies += [json.dumps({**many, name: "r" * 7_000_000}).encode() for name in ("rid", "extra_key")]
+    scored = {**many, "return_logprob": True, "token_ids_logprob": [1] * 2_000_000}
+    bodies += [json.dumps(scored, separators=(",", ":")).encode()]
     for body in bodies[:3]:
         assert script.post_raw(NATIVE, body).status_code == 400  # what is loaded at first use, is
     before = resident_bytes(frontend)

@@ -55,8 +55,23 @@ def test_inp_03_an_id_beyond_the_vocabulary(script: Client) -> None:
 
 @pytest.mark.parametrize(
     "ids",
-    ["[2147483648]", "[9223372036854775808]", "[1180591620717411303424]", "[1.5]", "[true]", '["5"]']
-    + ["[null]", "[[[1]]]", "[[1],2]", "[1,[2]]", "[NaN]", "[{}]", "{}", "5", '"5"'],
+    [
+        "[2147483648]",
+        "[9223372036854775808]",
+        "[1180591620717411303424]",
+        "[1.5]",
+        "[true]",
+        '["5"]',
+        "[null]",
+        "[[[1]]]",
+        "[[1],2]",
+        "[1,[2]]",
+        "[NaN]",
+        "[{}]",
+        "{}",
+        "5",
+        '"5"',
+    ],
 )
 def test_inp_05_ids_that_are_none(script: Client, ids: str) -> None:
     for path, body in ((NATIVE, f'{{"input_ids":{ids}}}'), (COMPLETIONS, f'{{"prompt":{ids}}}')):

@@ -44,9 +44,7 @@ def check_prompt(meta: Any, ids: list[int], start: int, expected: torch.Tensor, 
     triples = meta["input_token_logprobs"]
     assert [entry[1] for entry in triples] == ids[start:]
     assert len(meta["input_top_logprobs"]) == len(triples)
-    for position, entry, top in zip(
-        range(start, len(ids)), triples, meta["input_top_logprobs"], strict=True
-    ):
+    for position, entry, top in zip(range(start, len(ids)), triples, meta["input_top_logprobs"], strict=True):
         if position == 0:
             assert entry[0] is None
             assert top is None

@@ -131,8 +131,8 @@ def test_oai_06_reason_usage_and_object(
     (choice,) = answer["choices"]
     assert answer["object"] == ("text_completion" if path == COMPLETIONS else "chat.completion")
     assert (text_of(choice), choice["finish_reason"]) == (text, reason)
-    prompt_tokens = 1 if path == COMPLETIONS else len(
-        script.post("/tokenize", {"prompt": TEMPLATED}).json()["tokens"]
+    prompt_tokens = (
+        1 if path == COMPLETIONS else len(script.post("/tokenize", {"prompt": TEMPLATED}).json()["tokens"])
     )
     usage = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     assert list(usage.values()) == [prompt_tokens, tokens, prompt_tokens + tokens]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.reports.support import LONG, NATIVE, Client, Stream, digits, greedy
+from tests.e2e.reports.support import LETTERS, LONG, NATIVE, Client, Stream, digits, greedy, letters
 
 QUICKLY = 5 * 1.0  # seconds, with slack for a loaded machine
 
@@ -69,11 +69,12 @@ def abort_those_that_wait(queue: Client) -> float:
 def test_abt_04_abort_of_a_running_request(script: Client, queue: Client, rounds_in_flight: int) -> None:
     client = script if rounds_in_flight == 1 else queue
     rng = random.Random(4)
-    whole = digits(2000)
     assert client.is_idle()
     free = client.state()["free_slots"]
-    for number in range(10):
-        stream = client.stream_text(LONG, greedy(2000), rid="r").wait_chunks(rng.randint(1, 30))
+    for number in range(12):
+        # The second prompt is answered in characters of two tokens: half a one at the end is no text.
+        prompt, whole, size = [(LONG, digits(2000), 1), (LETTERS, letters(1000), 2)][number % 2]
+        stream = client.stream_text(prompt, greedy(2000), rid="r").wait_chunks(rng.randint(1, 30))
         time.sleep(rng.random() * 0.01)
         start = time.monotonic()
         assert client.abort(rid="r").status_code == 200
@@ -83,12 +84,12 @@ def test_abt_04_abort_of_a_running_request(script: Client, queue: Client, rounds
         assert is_abort(last)
         assert "before prefill" not in last["meta_info"]["finish_reason"]["message"]
         assert whole.startswith(text)
-        assert len(text) == last["meta_info"]["completion_tokens"] < 2000, number
+        assert len(text) == last["meta_info"]["completion_tokens"] // size < 1000
         # A plain request keeps what it had, too.
         if number % 5 == 0:
             plain, _ = client.at_once(
                 [
-                    lambda: client.generate(LONG, greedy(2000), rid="p"),
+                    lambda prompt=prompt: client.generate(prompt, greedy(2000), rid="p"),
                     lambda: (time.sleep(0.2), client.abort(rid="p")),
                 ]
             )

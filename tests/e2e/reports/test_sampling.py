@@ -38,7 +38,7 @@ def test_sam_01_numbers_that_are_none(script: Client, word: str) -> None:
 LIMITS: list[tuple[str, list[Any], list[Any], str | None]] = [
     ("temperature", [-0.1, "1", True], [0, 1e-7, 1, 100, None], "temperature"),
     ("top_p", [0, -1, 1.0001, "x"], [1e-9, 0.5, 1, None], "top_p"),
-    ("top_k", [0, -2, 1.5], [-1, 1, 2**31 - 1, 2**70, None], "top_k"),
+    ("top_k", [0, -2, 1.5], [-1, 1, 2**31 - 1, None], "top_k"),
     ("min_p", [-0.1, 1.1, []], [0, 1, None], "min_p"),
     ("frequency_penalty", [-2.01, 2.01], [-2, 0, 2, None], "frequency_penalty"),
     ("presence_penalty", [-2.01, 2.01], [-2, 0, 2, None], "presence_penalty"),
@@ -77,7 +77,9 @@ def test_sam_02_limits(
 
 
 def test_sam_02_null_is_the_default(script: Client) -> None:
-    names = [entry[0] for entry in LIMITS if entry[0] not in ("max_new_tokens", "temperature", "sampling_seed")]
+    names = [
+        entry[0] for entry in LIMITS if entry[0] not in ("max_new_tokens", "temperature", "sampling_seed")
+    ]
     plain = script.generate("s", {"sampling_seed": 3})
     nulls = script.generate("s", {"sampling_seed": 3, "temperature": None, **dict.fromkeys(names)})
     assert nulls["output_ids"] == plain["output_ids"]

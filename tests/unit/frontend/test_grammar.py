@@ -38,15 +38,24 @@ GOOD: list[tuple[str, Any]] = [
     ("ebnf", 'root ::= item ("," item)*\nitem ::= [a-z]+ | "[" root "]"'),
     ("json_schema", {"type": "object", "properties": {"a": {"type": "integer"}}}),
     ("json_schema", {"enum": [f"value {i}" for i in range(5000)]}),
-    ("json_schema", {"$defs": {"n": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}}, "$ref": "#/$defs/n"}),
+    (
+        "json_schema",
+        {"$defs": {"n": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}}, "$ref": "#/$defs/n"},
+    ),
     ("json_schema", {"oneOf": [{"type": "string"}, {"type": "integer"}]}),
 ]
 
 BAD: list[tuple[str, str]] = [
-    *[("regex", pattern) for pattern in ("[", "(?P<x", "a{2,1}", "\\", "a\\\\\\", "(?=a)b", r"(a)\1", "(" * 3000)],
+    *[
+        ("regex", pattern)
+        for pattern in ("[", "(?P<x", "a{2,1}", "\\", "a\\\\\\", "(?=a)b", r"(a)\1", "(" * 3000)
+    ],
     *[("json_schema", text) for text in ("{", "5", '{"type":"nope"}', '{"not_a_keyword_at_all', "[]", "nul")],
     ("json_schema", '{"a":' * 3000 + "1" + "}" * 3000),
-    *[("ebnf", text) for text in ("x", 'root ::= "a" b', 'root ::= "a\\', "root ::= " + "(" * 5000, "a ::= ")],
+    *[
+        ("ebnf", text)
+        for text in ("x", 'root ::= "a" b', 'root ::= "a\\', "root ::= " + "(" * 5000, "a ::= ")
+    ],
 ]
 
 

@@ -408,6 +408,8 @@ async def test_exit_traces_are_recorded_and_replayed(folder: Path, tmp_path: Pat
     path = tmp_path / "traces.json"
     async with running(folder, {"record_exit_trace": str(path)}) as (manager, _):
         await manager.generate(ask(rid="first"))
+        with pytest.raises(RequestError):
+            await manager.generate(ask(rid="second", extra_key="refuse"))
         await manager.probe(5)
     recorded = [exit_depth(index) for index in range(8)]
     assert json.loads(path.read_text()) == {"depths_by_request": {"first": recorded}}

@@ -149,7 +149,9 @@ def test_regexes_equal_a_plain_search(pattern: str, pieces: list[str]) -> None:
             return
 
 
-@pytest.mark.parametrize("pattern", ["(", "[", "a" * 257, "a*", "(a{100}){100}", r"(a)\1", "(?!a)", r"\pL{150}"])
+@pytest.mark.parametrize(
+    "pattern", ["(", "[", "a" * 257, "a*", "(a{100}){100}", r"(a)\1", "(?!a)", r"\pL{150}"]
+)
 def test_bad_regexes_are_refused(pattern: str) -> None:
     with pytest.raises(RequestError, match="stop_regex"):
         StopRegex(pattern)

@@ -145,7 +145,9 @@ def test_cached_prefixes_of_other_weights_are_never_read() -> None:
 def test_an_update_amid_paused_requests(seed: int) -> None:
     """Rows and locked prefixes of the old weights stay with their rows, and with them alone."""
     rng = random.Random(seed)
-    sim = Simulation(make_config(num_slots=1500, radix_insert_generated=rng.choice(["never", "always"])), seed)
+    sim = Simulation(
+        make_config(num_slots=1500, radix_insert_generated=rng.choice(["never", "always"])), seed
+    )
     before = [sim.submit(PROMPT * rng.randint(1, 9), max_new_tokens=40) for _ in range(12)]
     run(sim, rng.randint(50, 200))
     control(sim, ControlOp.PAUSE, abort=False)

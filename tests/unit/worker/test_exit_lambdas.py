@@ -61,7 +61,11 @@ def test_one_value_per_loop_that_ran(model: Model, chunks: list[tuple[int, int]]
 
 def test_modes_without_a_gate_report_it_all_the_same(model: Model) -> None:
     params = RowParams(
-        max_new_tokens=4, temperature=0.0, exit_mode=ExitMode.TRACE, exit_trace=[T, 1, 3, 2], exit_lambdas=True
+        max_new_tokens=4,
+        temperature=0.0,
+        exit_mode=ExitMode.TRACE,
+        exit_trace=[T, 1, 3, 2],
+        exit_lambdas=True,
     )
     events = reported(run_two(model, params, [(0, 3)]), 0)
     assert [depth for depth, _ in events] == [T, 1, 3, 2]
