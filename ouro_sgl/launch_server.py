@@ -10,6 +10,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import setproctitle
 
@@ -20,9 +21,10 @@ from ouro_sgl.log import setup_logging
 
 EXIT_REFUSED = 2  # the settings or the checkpoint cannot be served
 EXIT_INTERRUPTED = 130
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def _leave(signum: int, frame: object) -> None:
+def _leave(signum: int, frame: object) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
@@ -30,11 +32,18 @@ def run(args: ServerArgs) -> int:
     """Serve with resolved settings until shutdown; the exit code of the process."""
     setproctitle.setproctitle("ouro_sgl::frontend")
     setup_logging("frontend", args.log_level)
-    # Until the server has its own handlers: leave through the finally clause.
-    signal.signal(signal.SIGTERM, _leave)
+    # A signal that struck while a child is being started would leave that child behind.
+    early: list[int] = []
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda signum, frame: early.append(signum))
     processes = launch.Processes(args)
     told_to_end = False
     try:
+        # Until the server has its own handlers: leave through the finally clause.
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, _leave)
+        if early:
+            _leave(early[0], None)
         import uvloop
 
         from ouro_sgl.frontend.server import serve

@@ -158,7 +158,6 @@ class SchedulerReady(Message):
     max_rows: int
     has_lookahead: bool  # a trained lookahead head lies beside the checkpoint
     server_info: dict[str, Any]  # resolved settings, shown by /server_info
-    has_exit_lambdas: bool = False  # RowParams.exit_lambdas may be set
 
 
 class TopLogprobs(Record):
@@ -358,7 +357,6 @@ class WorkerReady(Message):
     rounds_in_flight: int
     has_lookahead: bool
     server_info: dict[str, Any]
-    has_exit_lambdas: bool = False  # this worker reports RoundEvents.exit_lambdas
 
 
 class ChunkLogprobs(Record):

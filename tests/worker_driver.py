@@ -52,6 +52,7 @@ class Result:
     exit_depths: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[TopLogprobs] = field(default_factory=list)
+    lambdas: list[list[float]] = field(default_factory=list)
     prompt_logprobs: dict[int, float] = field(default_factory=dict)
     reason: FinishReason = FinishReason.NONE
 
@@ -63,6 +64,7 @@ class Result:
             self.exit_depths,
             self.logprobs,
             tops,
+            self.lambdas,
             sorted(self.prompt_logprobs.items()),
             self.reason,
         )
@@ -291,6 +293,8 @@ class Driver:
             result.exit_depths.append(events.exit_depths[event])
             if event in events.logprobs:
                 result.logprobs.append(events.logprobs[event])
+            if event in events.exit_lambdas:
+                result.lambdas.append(events.exit_lambdas[event])
             if event in events.tops:
                 result.tops.append(events.tops[event])
             if events.reasons[event]:

@@ -593,7 +593,6 @@ class TokenizerManager:
             context_length=facts.context_length,
             served_length=facts.served_length,
             has_lookahead=facts.has_lookahead,
-            has_exit_lambdas=facts.has_exit_lambdas,
             end_ids=self.model.end_ids,
             exit_mode=EXIT_MODES[args.exit_mode],
             exit_threshold=self.model.early_exit_threshold if threshold is None else threshold,

@@ -47,7 +47,6 @@ class Limits:
     min_loops: int
     max_loops: int
     traces: dict[str, list[int]] = field(default_factory=dict)  # exit depths by trace_id
-    has_exit_lambdas: bool = False  # the worker can report the exit gate's values
 
 
 def mix_seed(seed: int, index: int) -> int:

@@ -109,8 +109,6 @@ def expand(body: GenerateBody, limits: Limits, max_sequences: int | None = None)
     Raises:
         RequestError: a value is out of range, lists differ in length, a field is not served.
     """
-    if body.return_exit_logprobs and not limits.has_exit_lambdas:
-        raise RequestError("return_exit_logprobs is not supported on this server's device")
     if body.priority is not None and not -INT64 <= body.priority < INT64:
         raise RequestError("priority must be a 64-bit integer")
     inputs, batch = _inputs(body)

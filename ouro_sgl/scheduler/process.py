@@ -128,7 +128,6 @@ class SchedulerProcess:
                 num_slots=ready.num_slots,
                 max_rows=ready.max_rows,
                 has_lookahead=ready.has_lookahead,
-                has_exit_lambdas=ready.has_exit_lambdas,
                 server_info={
                     **ready.server_info,
                     "rounds_in_flight": config.rounds_in_flight,

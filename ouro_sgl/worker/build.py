@@ -168,7 +168,6 @@ def finish(
         max_rows=settings.max_rows,
         rounds_in_flight=settings.rounds_in_flight,
         has_lookahead=ExitMode.LOOKAHEAD in checkpoint.heads,
-        has_exit_lambdas=checkpoint.device.type == "cpu",
         server_info={
             "device": str(checkpoint.device),
             "dtype": str(checkpoint.dtype).removeprefix("torch."),

@@ -114,6 +114,6 @@ class CudaExecutor:
     ) -> PendingChunk:
         with self.prefilling():
             pending = self._prefill.launch(chunk, prompts, between_layers)
-        for hidden in pending.final_hidden():
-            hidden.record_stream(self.decode_stream)  # read there at activation
+        for tensor in pending.tensors():
+            tensor.record_stream(self.decode_stream)  # read there at activation
         return pending

@@ -48,8 +48,9 @@ class PendingChunk:
     def done(self) -> bool:
         return self._event is None or self._event.query()
 
-    def final_hidden(self) -> list[torch.Tensor]:
-        return list(self._result.final_hidden.values())
+    def tensors(self) -> list[torch.Tensor]:
+        """What an activation will read."""
+        return [*self._result.final_hidden.values(), *self._result.lambdas.values()]
 
     def result(self) -> ChunkResult:
         if self._event is not None:
@@ -129,14 +130,22 @@ class CudaPrefill:
         plan = PrefillBlocks([(piece.row, piece.start, piece.end) for piece, _ in pieces], self._block_q)
         blocks = rows.upload([value for column in plan.columns for value in column], torch.int32).view(5, -1)
         count = rows.upload([len(token_ids)], torch.int32)
+        result = ChunkResult(chunk.chunk_id)
+        last_tokens, packed = {}, 0
+        for piece, prompt in pieces:
+            packed += piece.end - piece.start
+            if prompt.exit_lambdas and piece.end == len(prompt.token_ids):
+                last_tokens[piece.row] = packed - 1
+                result.lambdas[piece.row] = torch.zeros(rows.total_loops, device=rows.device)
         hidden = model.prelude(token_ids)
         for depth in range(rows.total_loops):
             slots = rows.slot_table[depth].view(-1)[places]
             hidden = self._round(
                 hidden, positions, slots, blocks, depth * rows.max_rows, count, between_layers
             )
+            for row, at in last_tokens.items():
+                result.lambdas[row][depth] = model.hazard(hidden[at : at + 1])[0]
 
-        result = ChunkResult(chunk.chunk_id)
         logprobs = []
         sizes = [piece.end - piece.start for piece, _ in pieces]
         for (piece, prompt), states in zip(pieces, hidden.split(sizes), strict=True):

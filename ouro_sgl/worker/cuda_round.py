@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 VOCABULARY_BLOCK = 1024
 SELECT_BLOCK = 4096
-EVENT_LINES = 8
+# Lines of the event block, see ``advance_kernel``; the lambdas follow, one line per loop.
+COUNTS_LINE, REPORTS_LINE, LAMBDA_LINES = 7, 8, 9
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class PendingRound:
     def result(self) -> RoundBlock:
         if self._event is not None:
             self._event.synchronize()
-        count, lanes = self._block[EVENT_LINES - 1, :2].tolist()
+        count, lanes = self._block[COUNTS_LINE, :2].tolist()
         columns = self._block[:6, :count].tolist()
         values = self._block[6, :count].to(torch.int32).view(torch.float32).tolist()
         block = RoundBlock(lanes=lanes, exits=count)
@@ -117,6 +118,11 @@ class PendingRound:
             for index, (row, value) in enumerate(zip(block.rows, values, strict=True))
             if row in self._wanted
         }
+        reports = self._block[REPORTS_LINE, :count].nonzero().squeeze(1).tolist()
+        if reports:
+            lambdas = self._block[LAMBDA_LINES:, :count].to(torch.int32).view(torch.float32)
+            for index in reports:
+                block.exit_lambdas[index] = lambdas[: block.exit_depths[index], index].tolist()
         if self._tops is not None:
             block.tops = self._tops.read(block.rows)
         self._pool.append(self._block)
@@ -185,7 +191,9 @@ class CudaRounds:
         self._allocate()
         pinned = device.type == "cuda"
         self._blocks = deque(
-            torch.zeros(EVENT_LINES, self._capacity, dtype=torch.int64, pin_memory=pinned)
+            torch.zeros(
+                LAMBDA_LINES + config.total_loops, self._capacity, dtype=torch.int64, pin_memory=pinned
+            )
             for _ in range(blocks)
         )
         self._programs = self._attention_programs()
@@ -242,7 +250,7 @@ class CudaRounds:
         self._block_bad = ints(capacity, blocks)
         self._tokens, self._bad = ints(capacity), ints(capacity)
         self._logprobs, self._log_sums = numbers(capacity, kind=fp32), numbers(capacity, kind=fp32)
-        self._events = ints(EVENT_LINES, capacity, kind=torch.int64)
+        self._events = ints(LAMBDA_LINES + config.total_loops, capacity, kind=torch.int64)
 
     def _attention_programs(self) -> int:
         if self._model.device.type != "cuda":
@@ -337,6 +345,8 @@ class CudaRounds:
             rows.max_loops,
             rows.exit_threshold,
             rows.trace,
+            rows.reports_lambdas,
+            rows.lambdas,
             rows.slot_table,
             rows.max_rows,
             table_stride,
@@ -378,9 +388,12 @@ class CudaRounds:
             rows.last_position,
             rows.is_end,
             rows.output_counts,
+            rows.reports_lambdas,
+            rows.lambdas,
             self._events,
             self._capacity,
             config.vocab_size,
+            T=config.total_loops,
             H=config.hidden_size,
             BH=block_hidden,
         )

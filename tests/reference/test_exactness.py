@@ -60,6 +60,7 @@ def make_requests(count: int, seed: int) -> list[Request]:
             logprobs=rng.random() < 0.7,
             top_logprobs_num=rng.choice([0, 2]),
             token_ids_logprob=rng.choice([[], [3, 1]]),
+            exit_lambdas=rng.random() < 0.3,
         )
         params.bias_values = [1.5] * len(params.bias_ids)
         if mode == ExitMode.TRACE:

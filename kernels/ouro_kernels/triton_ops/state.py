@@ -117,6 +117,8 @@ def finish_core_kernel(
     max_loops_ptr,
     threshold_ptr,
     trace_ptr,
+    reports_ptr,
+    lambdas_ptr,
     table_ptr,
     rows,
     table_stride,
@@ -127,7 +129,8 @@ def finish_core_kernel(
 ):
     """Per lane: keep h_t, decide whether the token leaves, point deeper table entries at its slot.
 
-    ``heads`` fp32 [3, H]: exit gate, random lookahead, trained lookahead; ``head_bias`` fp32 [3].
+    ``heads`` fp32 [3, H]: exit gate, random lookahead, trained lookahead; ``head_bias`` fp32 [3]. A row
+    that reports its lambdas gets the gate's value of this loop in ``lambdas`` fp32 [R, T], in any mode.
     Formulas and order as in ``ouro_kernels.exits.exit_decision``.
     """
     lane = tl.program_id(0)
@@ -146,6 +149,10 @@ def finish_core_kernel(
     score = 1.0 / (1.0 + tl.exp(-logit))
 
     loops = tl.load(depth_ptr + row) + 1
+    if tl.load(reports_ptr + row) != 0:
+        gate = tl.load(heads_ptr + d, mask=keep, other=0.0)
+        value = tl.sum(x.to(tl.float32) * gate, 0) + tl.load(head_bias_ptr)
+        tl.store(lambdas_ptr + row * T + loops - 1, 1.0 / (1.0 + tl.exp(-value)))
     min_loops = tl.load(min_loops_ptr + row)
     threshold = tl.load(threshold_ptr + row)
     position = tl.load(position_ptr + row)
@@ -227,16 +234,20 @@ def advance_kernel(
     last_position_ptr,
     is_end_ptr,
     counts_ptr,
+    reports_ptr,
+    lambdas_ptr,
     events_ptr,
     capacity,
     V,
+    T: tl.constexpr,
     H: tl.constexpr,
     BH: tl.constexpr,
 ):
     """Per exited row: append the event, test length, then end ids, and put the row on its new token.
 
-    ``events`` int64 [8, capacity]: row, epoch, position, token, exit depth, reason, log-probability
-    (fp32 bits), and a last line whose first entries are the numbers of events and lanes.
+    ``events`` int64 [9 + T, capacity]: row, epoch, position, token, exit depth, reason, log-probability
+    (fp32 bits), a line whose first entries are the numbers of events and lanes, whether the row
+    reports its lambdas, and these (fp32 bits).
     """
     i = tl.program_id(0)
     count = tl.load(exit_count_ptr)
@@ -260,6 +271,13 @@ def advance_kernel(
     tl.store(out + 4 * capacity, tl.load(depth_ptr + row))
     tl.store(out + 5 * capacity, reason.to(tl.int64))
     tl.store(out + 6 * capacity, tl.load(logprobs_ptr + i).to(tl.int32, bitcast=True).to(tl.int64))
+
+    reports = tl.load(reports_ptr + row)
+    tl.store(out + 8 * capacity, reports)
+    if reports != 0:
+        for loop in tl.static_range(T):
+            value = tl.load(lambdas_ptr + row * T + loop).to(tl.int32, bitcast=True)
+            tl.store(out + (9 + loop) * capacity, value.to(tl.int64))
 
     seen = counts_ptr + row * V + token
     tl.store(seen, tl.load(seen) + 1)

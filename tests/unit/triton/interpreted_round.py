@@ -68,6 +68,7 @@ def requests() -> list[Request]:
             exit_trace=[4, 1, 3, 2],
         ),
     ]
+    params[0].exit_lambdas = params[3].exit_lambdas = params[7].exit_lambdas = True
     params[0].top_logprobs_num, params[0].token_ids_logprob = 3, [5, 1]
     return [Request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
 
@@ -89,12 +90,16 @@ def main() -> None:
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert (a.token_ids, a.exit_depths, a.reason) == (b.token_ids, b.exit_depths, b.reason), (index, a, b)
         torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4, rtol=1e-4)
+        assert [len(values) for values in a.lambdas] == [len(values) for values in b.lambdas]
+        for one, other in zip(a.lambdas, b.lambdas, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
         for mine, theirs in zip(a.tops, b.tops, strict=True):
             assert mine.top_ids == theirs.top_ids
             torch.testing.assert_close(mine.id_values, theirs.id_values, atol=1e-4, rtol=1e-4)
     depths = sorted({depth for result in got for depth in result.exit_depths[1:]})
     print(f"compared {sum(len(result.token_ids) for result in got)} tokens at depths {depths}")
     assert depths == [1, 2, 3, 4]
+    assert [bool(result.lambdas) for result in got] == [True, False, False, True, False, False, False, True]
 
 
 main()
