@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 import orjson
@@ -37,6 +37,7 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 DONE = b"data: [DONE]\n\n"
+METHODS = {"/generate": ("POST", "PUT"), **dict.fromkeys(PATHS, ("POST",))}  # of the routes here
 
 
 class ClientGone(RequestError):
@@ -73,11 +74,13 @@ class Application:
                 await _send_json(send, 401, error_body("a valid API key is needed"))
                 return
         method = scope["method"]
+        allowed = METHODS.get(path)
+        if allowed is not None and method not in allowed:
+            headers = [(b"allow", ", ".join(allowed).encode())]
+            await _send_json(send, 405, {"detail": "Method Not Allowed"}, headers)
+            return
         if method not in ("POST", "PUT", "PATCH"):
-            if path == "/generate" or path in PATHS:
-                await _send_json(send, 405, {"detail": "Method Not Allowed"})
-            else:
-                await self._routes(scope, receive, send)
+            await self._routes(scope, receive, send)
             return
         try:
             body = await self._read_body(scope, receive)
@@ -86,14 +89,11 @@ class Application:
         except RequestError as error:
             await _send_json(send, error.status, error_body(error.message))
             return
-        if path == "/generate" and method != "PATCH":
+        if path == "/generate":
             await self._generate(scope, body, receive, send)
             return
         if path in PATHS:
-            if method == "POST":
-                await self._complete(path, scope, body, receive, send)
-            else:
-                await _send_json(send, 405, {"detail": "Method Not Allowed"})
+            await self._complete(path, scope, body, receive, send)
             return
         if body:
             # FastAPI's parser lets through what is not JSON in UTF-8, NaN and half characters among it.
@@ -289,9 +289,15 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _send_json(send: Send, status: int, payload: Any) -> None:
+async def _send_json(
+    send: Send, status: int, payload: Any, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
     body = orjson.dumps(payload)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [
+        *headers,
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

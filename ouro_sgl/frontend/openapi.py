@@ -1,4 +1,4 @@
-"""What ``/docs`` says about ``/generate``.
+"""What ``/docs`` says about ``/generate``, and about errors of all routes.
 
 The route itself never sees pydantic (it decodes its body with ``schema.GenerateBody``); these models
 only describe it. A test compares their fields with what the route accepts.
@@ -6,7 +6,7 @@ only describe it. A test compares their fields with what the route accepts.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
@@ -109,13 +109,62 @@ class AnswerDoc(BaseModel):
     text: str
     output_ids: list[int]
     meta_info: MetaInfoDoc
+    index: int | None = Field(None, description="in a stream of several sequences: which one this is")
+
+
+class ErrorMessageDoc(BaseModel):
+    message: str
+
+
+class ErrorDoc(BaseModel):
+    """A request that was understood and refused."""
+
+    error: ErrorMessageDoc
+
+
+class SchemaErrorDoc(BaseModel):
+    """A request that could not be understood: not JSON, or a field of the wrong type."""
+
+    object: Literal["error"]
+    message: str
+    type: str
+    param: None
+    code: int
+
+
+def answers_to_every_request(error: dict[str, Any]) -> dict[str, Any]:
+    """Responses by status that come before a route is asked; ``error`` says what the bodies hold."""
+    return {
+        "401": {"description": "A valid API key is needed", **error},
+        "413": {"description": "The request body is too long", **error},
+    }
+
+
+def event_stream(payload: dict[str, Any]) -> dict[str, Any]:
+    """Schema of one server-sent event of a stream; its data is JSON of the schema ``payload``."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
+    return {
+        "type": "object",
+        "properties": {"data": {"anyOf": [{"const": "[DONE]", "description": "the last event"}, data]}},
+        "required": ["data"],
+    }
 
 
 def describe_generate() -> tuple[dict[str, Any], dict[str, Any]]:
-    """(path item of ``/generate``, component schemas that it refers to)."""
+    """(path item of ``/generate``, component schemas that it and errors refer to)."""
     references, definitions = models_json_schema(
-        [(GenerateDoc, "validation"), (AnswerDoc, "serialization")], ref_template=REFS
+        [
+            (GenerateDoc, "validation"),
+            *((model, "serialization") for model in (AnswerDoc, ErrorDoc, SchemaErrorDoc)),
+        ],
+        ref_template=REFS,
     )
+    answer, error, schema_error = (
+        references[(model, "serialization")] for model in (AnswerDoc, ErrorDoc, SchemaErrorDoc)
+    )
+    refusal = {"content": {"application/json": {"schema": error}}}
+    either = {"content": {"application/json": {"schema": {"anyOf": [error, schema_error]}}}}
+    answers = {"anyOf": [answer, {"type": "array", "items": answer}]}
     operation = {
         "summary": "Generate text",
         "requestBody": {
@@ -124,11 +173,18 @@ def describe_generate() -> tuple[dict[str, Any], dict[str, Any]]:
         },
         "responses": {
             "200": {
-                "description": "The answer, or a stream of answers that ends with `data: [DONE]`",
-                "content": {"application/json": {"schema": references[(AnswerDoc, "serialization")]}},
+                "description": (
+                    "The answer, a list of answers for a batch or n > 1, or a stream that ends with "
+                    "`data: [DONE]`: each event holds a whole answer so far, or says what was refused"
+                ),
+                "content": {
+                    "application/json": {"schema": answers},
+                    "text/event-stream": {"schema": event_stream({"anyOf": [answer, error]})},
+                },
             },
-            "400": {"description": "The request is refused; the message says why"},
-            "503": {"description": "The server is starting or stopping"},
+            "400": {"description": "The request is refused; the message says why", **either},
+            **answers_to_every_request(refusal),
+            "503": {"description": "The server is starting or stopping", **refusal},
         },
     }
     path = {

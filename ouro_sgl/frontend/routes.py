@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 import ouro_sgl
 from ouro_sgl.errors import RequestError
@@ -20,7 +21,13 @@ from ouro_sgl.frontend.manager import TokenizerManager
 from ouro_sgl.frontend.metrics import CONTENT_TYPE
 from ouro_sgl.frontend.openai.protocol import Items, ModelCard, ModelList
 from ouro_sgl.frontend.openai.routes import describe_openai, model_card
-from ouro_sgl.frontend.openapi import REFS, describe_generate
+from ouro_sgl.frontend.openapi import (
+    REFS,
+    ErrorDoc,
+    SchemaErrorDoc,
+    answers_to_every_request,
+    describe_generate,
+)
 from ouro_sgl.frontend.sampling import check_ids
 from ouro_sgl.models.config import read_json
 
@@ -110,6 +117,10 @@ def make_routes(manager: TokenizerManager) -> FastAPI:
         version=ouro_sgl.__version__,
         description=f"Serving {manager.model_name}: the routes of SGLang, for a looped model.",
         redoc_url=None,
+        responses={
+            **answers_to_every_request({"model": ErrorDoc}),
+            503: {"description": "The server is starting or stopping", "model": ErrorDoc},
+        },
     )
     _add_error_handlers(app)
     _add_pages(app, manager)
@@ -126,13 +137,30 @@ def make_routes(manager: TokenizerManager) -> FastAPI:
             schema = make_schema()
             path, models = describe_generate()
             openai_paths, openai_models = describe_openai(REFS)
+            _document_refusals(schema["paths"])
             schema["paths"] = {"/generate": path, **openai_paths, **schema["paths"]}
-            components = schema.setdefault("components", {}).setdefault("schemas", {})
+            components = schema["components"]["schemas"]
             components.update(models | openai_models)
+            for name in ("HTTPValidationError", "ValidationError"):
+                del components[name]
         return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
     return app
+
+
+def _document_refusals(paths: dict[str, dict[str, Any]]) -> None:
+    """Bodies that are refused get status 400 here, where FastAPI would send and document 422."""
+    references = [{"$ref": REFS.format(model=model.__name__)} for model in (ErrorDoc, SchemaErrorDoc)]
+    refusal = {
+        "description": "The request is refused; the message says why",
+        "content": {"application/json": {"schema": {"anyOf": references}}},
+    }
+    for operations in paths.values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            if "requestBody" in operation:
+                operation["responses"].setdefault("400", refusal)
 
 
 async def _refuse(request: Request) -> JSONResponse:
@@ -154,7 +182,12 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def failed(request: Request, error: HTTPException) -> Response:
         if error.status_code == 400:  # a body that is no JSON
             return JSONResponse(schema_error_body(str(error.detail)), 400)
-        return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
+        headers = error.headers
+        if error.status_code == 405:  # a path may have several routes, each with a method
+            matching = (route for route in app.routes if route.matches(request.scope)[0] != Match.NONE)
+            allowed = {method for route in matching for method in getattr(route, "methods", None) or ()}
+            headers = {"allow": ", ".join(sorted(allowed))}
+        return JSONResponse({"detail": error.detail}, error.status_code, headers=headers)
 
 
 def _add_pages(app: FastAPI, manager: TokenizerManager) -> None:
@@ -179,7 +212,7 @@ def _add_pages(app: FastAPI, manager: TokenizerManager) -> None:
             )
         )
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(manager.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
@@ -189,11 +222,15 @@ def _is_healthy(manager: TokenizerManager) -> bool:
 
 
 def _add_health(app: FastAPI, manager: TokenizerManager) -> None:
-    @app.get("/health")
+    not_ready: dict[int | str, dict[str, Any]] = {
+        503: {"description": "The server is starting, stopping or broken"}
+    }
+
+    @app.get("/health", response_class=Response, responses=not_ready)
     async def health() -> Response:
         return Response(status_code=200 if _is_healthy(manager) else 503)
 
-    @app.get("/health_generate")
+    @app.get("/health_generate", response_class=Response, responses=not_ready)
     async def health_generate() -> Response:
         answered = _is_healthy(manager) and await manager.probe(PROBE_TIMEOUT)
         return Response(status_code=200 if answered else 503)
@@ -243,7 +280,11 @@ def _add_info(app: FastAPI, manager: TokenizerManager) -> None:
     async def models() -> ModelList:
         return ModelList(data=[model_card(manager)])
 
-    @app.get("/v1/models/{model:path}", response_model=ModelCard)
+    @app.get(
+        "/v1/models/{model:path}",
+        response_model=ModelCard,
+        responses={404: {"description": "There is no such model", "model": ErrorDoc}},
+    )
     async def model(model: str) -> ModelCard | JSONResponse:
         if model != manager.model_name:
             error = {
@@ -257,15 +298,24 @@ def _add_info(app: FastAPI, manager: TokenizerManager) -> None:
 
 
 def _add_actions(app: FastAPI, manager: TokenizerManager) -> None:
-    @app.get("/flush_cache", operation_id="flush_cache_get")
-    @app.post("/flush_cache", operation_id="flush_cache_post")
+    busy: dict[int | str, dict[str, Any]] = {
+        400: {
+            "description": "Requests run or wait; nothing is flushed",
+            "content": {"text/plain": {"schema": {"type": "string"}}},
+        }
+    }
+
+    @app.get("/flush_cache", operation_id="flush_cache_get", response_class=PlainTextResponse, responses=busy)
+    @app.post(
+        "/flush_cache", operation_id="flush_cache_post", response_class=PlainTextResponse, responses=busy
+    )
     async def flush_cache() -> PlainTextResponse:
         reply = await manager.flush_cache()
         if reply.ok:
             return PlainTextResponse("Cache flushed.\n")
         return PlainTextResponse(f"Cache not flushed: {reply.message}\n", 400)
 
-    @app.post("/abort_request")
+    @app.post("/abort_request", response_class=Response)
     async def abort_request(body: Annotated[AbortBody, Body()]) -> Response:
         manager.limits()
         manager.abort(body.rid, abort_all=body.abort_all)
@@ -309,7 +359,16 @@ def _add_rollouts(app: FastAPI, manager: TokenizerManager) -> None:
         await manager.resume()
         return {"message": "Generation continued successfully.", "status": "ok"}
 
-    @app.post("/update_weights_from_disk", response_model=UpdateWeightsAnswer)
+    @app.post(
+        "/update_weights_from_disk",
+        response_model=UpdateWeightsAnswer,
+        responses={
+            400: {
+                "description": "Nothing is changed; the message says why",
+                "model": UpdateWeightsAnswer | ErrorDoc | SchemaErrorDoc,
+            }
+        },
+    )
     async def update_weights_from_disk(body: Annotated[UpdateWeightsBody, Body()]) -> JSONResponse:
         if body.abort_all_requests:
             manager.limits()

@@ -13,6 +13,49 @@ import triton.language as tl
 
 
 @triton.jit
+def _attend(
+    query,
+    keys_ptr,
+    values_ptr,
+    table,
+    inner,
+    position,
+    peak,
+    total,
+    acc,
+    tile,
+    last,
+    scale,
+    STRIDE: tl.constexpr,
+    BK: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One key tile. MASKED: it may hold keys that some query must not see."""
+    key_position = tile + tl.arange(0, BK)
+    if MASKED:
+        exists = key_position < last
+        slot = tl.load(table + key_position, mask=exists, other=0).to(tl.int64)
+        offset = slot[:, None] * STRIDE + inner
+        key = tl.load(keys_ptr + offset, mask=exists[:, None], other=0.0)
+        value = tl.load(values_ptr + offset, mask=exists[:, None], other=0.0)
+    else:
+        slot = tl.load(table + key_position).to(tl.int64)
+        offset = slot[:, None] * STRIDE + inner
+        key = tl.load(keys_ptr + offset)
+        value = tl.load(values_ptr + offset)
+    score = tl.dot(query, key.T, input_precision=PRECISION) * scale
+    if MASKED:
+        score = tl.where(key_position[None, :] <= position[:, None], score, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(score, 1))
+    rescale = tl.exp2(peak - new_peak)
+    weight = tl.exp2(score - new_peak[:, None])
+    total = total * rescale + tl.sum(weight, 1)
+    acc = tl.dot(weight.to(query.dtype), value, acc * rescale[:, None], input_precision=PRECISION)
+    return new_peak, total, acc
+
+
+@triton.jit
 def _prefill_kernel(
     query_ptr,
     keys_ptr,
@@ -49,25 +92,20 @@ def _prefill_kernel(
     query = tl.load(query_ptr + at, mask=real[:, None], other=0.0)
     table = table_ptr + (depth_offset + tl.load(block_row_ptr + block)).to(tl.int64) * table_stride
     inner = (head // (HEADS // KV_HEADS)) * D + d[None, :]
-    k = tl.arange(0, BK)
     peak = tl.full((BQ,), -float("inf"), tl.float32)
     total = tl.zeros((BQ,), tl.float32)
     acc = tl.zeros((BQ, D), tl.float32)
-    for tile in tl.range(0, last, BK, num_stages=STAGES):
-        key_position = tile + k
-        exists = key_position < last
-        slot = tl.load(table + key_position, mask=exists, other=0).to(tl.int64)
-        offset = slot[:, None] * (KV_HEADS * D) + inner
-        key = tl.load(keys_ptr + offset, mask=exists[:, None], other=0.0)
-        value = tl.load(values_ptr + offset, mask=exists[:, None], other=0.0)
-        score = tl.dot(query, key.T, input_precision=PRECISION) * scale
-        score = tl.where(key_position[None, :] <= position[:, None], score, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        rescale = tl.exp2(peak - new_peak)
-        weight = tl.exp2(score - new_peak[:, None])
-        total = total * rescale + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(kind), value, acc * rescale[:, None], input_precision=PRECISION)
-        peak = new_peak
+    # BQ is a multiple of BK: tiles below the block's first position are visible to all its queries
+    for tile in tl.range(0, start, BK, num_stages=STAGES):
+        peak, total, acc = _attend(
+            query, keys_ptr, values_ptr, table, inner, position, peak, total, acc, tile, last, scale,
+            KV_HEADS * D, BK, False, PRECISION,
+        )  # fmt: skip
+    for tile in tl.range(start, last, BK, num_stages=STAGES):
+        peak, total, acc = _attend(
+            query, keys_ptr, values_ptr, table, inner, position, peak, total, acc, tile, last, scale,
+            KV_HEADS * D, BK, True, PRECISION,
+        )  # fmt: skip
     tl.store(out_ptr + at, (acc / total[:, None]).to(kind), mask=real[:, None])
 
 

@@ -23,6 +23,7 @@ from ouro_sgl.frontend.openai.protocol import (
     ErrorBody,
     ModelCard,
 )
+from ouro_sgl.frontend.openapi import ErrorDoc, answers_to_every_request, event_stream
 from ouro_sgl.frontend.schema import SchemaError
 
 T = TypeVar("T", bound=BaseModel)
@@ -128,10 +129,14 @@ def describe_openai(ref_template: str) -> tuple[dict[str, Any], dict[str, Any]]:
             *((route[2], "validation") for route in routes),
             *((model, "serialization") for route in routes for model in route[3:]),
             (ErrorBody, "serialization"),
+            (ErrorDoc, "serialization"),
         ],
         ref_template=ref_template,
     )
-    refused = {"application/json": {"schema": references[(ErrorBody, "serialization")]}}
+    error = references[(ErrorBody, "serialization")]
+    refused = {"content": {"application/json": {"schema": error}}}
+    refused_before = {"content": {"application/json": {"schema": references[(ErrorDoc, "serialization")]}}}
+    stream_error = {"type": "object", "properties": {"error": error}, "required": ["error"]}
     paths = {}
     for path, summary, request, answer, chunk in routes:
         paths[path] = {
@@ -147,11 +152,16 @@ def describe_openai(ref_template: str) -> tuple[dict[str, Any], dict[str, Any]]:
                         "description": "The answer, or a stream of chunks that ends with `data: [DONE]`",
                         "content": {
                             "application/json": {"schema": references[(answer, "serialization")]},
-                            "text/event-stream": {"schema": references[(chunk, "serialization")]},
+                            "text/event-stream": {
+                                "schema": event_stream(
+                                    {"anyOf": [references[(chunk, "serialization")], stream_error]}
+                                )
+                            },
                         },
                     },
-                    "400": {"description": "The request is refused", "content": refused},
-                    "503": {"description": "The server is starting or stopping", "content": refused},
+                    "400": {"description": "The request is refused", **refused},
+                    **answers_to_every_request(refused_before),
+                    "503": {"description": "The server is starting or stopping", **refused},
                 },
             }
         }

@@ -76,8 +76,6 @@ def test_mem_05_a_pool_smaller_than_the_context(serve: Serve, script_model: Path
 REFUSED = {
     "--max-total-tokens 0": "--max-total-tokens",
     "--max-total-tokens 1": "KV pool",
-    "--num-slots 3": "KV pool",
-    "--kv-cache-memory-bytes 100": "KV pool",
     "--mem-fraction-static 0.0001": "--mem-fraction-static",
 }
 
