@@ -107,6 +107,7 @@ class AbortReq(Message):
     """End these requests. An unknown or finished uid is ignored."""
 
     uids: list[int]
+    cause: str = "Aborted by the client"  # shown in finish_reason
 
 
 class StopReq(Message):

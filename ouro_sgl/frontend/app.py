@@ -18,7 +18,7 @@ from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.manager import Call, TokenizerManager
 from ouro_sgl.frontend.openai.job import Job
 from ouro_sgl.frontend.openai.routes import PATHS, OpenAIRoutes, openai_error
-from ouro_sgl.frontend.routes import error_body, make_routes, schema_error_body
+from ouro_sgl.frontend.routes import HEALTH_ROUTES, error_body, make_routes, schema_error_body
 from ouro_sgl.frontend.schema import SchemaError, decode_body
 
 Scope = MutableMapping[str, Any]
@@ -26,7 +26,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-HEALTH_ROUTES = ("/health", "/health_generate")
 # Seconds until somebody listens for the client's disconnect: most answers are out before, and a task
 # for each of them would be wasted.
 WATCH_AFTER = 0.25

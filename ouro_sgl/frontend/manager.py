@@ -357,7 +357,9 @@ class TokenizerManager:
 
     def _abort(self, sequences: list[Sequence]) -> None:
         uids = [sequence.uid for sequence in sequences if not sequence.finished]
-        if uids:
+        if uids and self.stopping:
+            self._send(AbortReq(uids, "Aborted: the server is shutting down"))
+        elif uids:
             self._send(AbortReq(uids))
 
     async def _translate_grammars(self, prompts: list[Prompt]) -> dict[Grammar, str]:

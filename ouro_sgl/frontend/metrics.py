@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -11,6 +11,7 @@ class Metrics:
     """Totals since the start. Refused requests and health probes are in no other counter."""
 
     def __init__(self, model_name: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a gauge per counter that says when it was made
         self._registry = CollectorRegistry()
         self.requests = self._counter("num_requests", "sequences that were accepted", model_name)
         self.aborted = self._counter("num_aborted_requests", "sequences that ended by an abort", model_name)

@@ -13,6 +13,11 @@ from pydantic.json_schema import models_json_schema
 
 REFS = "#/components/schemas/{model}"
 
+# Descriptions of statuses that many routes share.
+NO_KEY = "A valid API key is needed"
+TOO_LONG = "The request body is too long"
+NOT_READY = "The server is starting, stopping or broken"
+
 
 class SamplingParamsDoc(BaseModel):
     """How to sample, stop and leave the loop. Null means the default; unknown keys are refused."""
@@ -132,14 +137,6 @@ class SchemaErrorDoc(BaseModel):
     code: int
 
 
-def answers_to_every_request(error: dict[str, Any]) -> dict[str, Any]:
-    """Responses by status that come before a route is asked; ``error`` says what the bodies hold."""
-    return {
-        "401": {"description": "A valid API key is needed", **error},
-        "413": {"description": "The request body is too long", **error},
-    }
-
-
 def event_stream(payload: dict[str, Any]) -> dict[str, Any]:
     """Schema of one server-sent event of a stream; its data is JSON of the schema ``payload``."""
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
@@ -183,8 +180,9 @@ def describe_generate() -> tuple[dict[str, Any], dict[str, Any]]:
                 },
             },
             "400": {"description": "The request is refused; the message says why", **either},
-            **answers_to_every_request(refusal),
-            "503": {"description": "The server is starting or stopping", **refusal},
+            "401": {"description": NO_KEY, **refusal},
+            "413": {"description": TOO_LONG, **refusal},
+            "503": {"description": NOT_READY, **refusal},
         },
     }
     path = {

@@ -22,16 +22,20 @@ from ouro_sgl.frontend.metrics import CONTENT_TYPE
 from ouro_sgl.frontend.openai.protocol import Items, ModelCard, ModelList
 from ouro_sgl.frontend.openai.routes import describe_openai, model_card
 from ouro_sgl.frontend.openapi import (
+    NO_KEY,
+    NOT_READY,
     REFS,
+    TOO_LONG,
     ErrorDoc,
     SchemaErrorDoc,
-    answers_to_every_request,
     describe_generate,
 )
 from ouro_sgl.frontend.sampling import check_ids
 from ouro_sgl.models.config import read_json
 
 PROBE_TIMEOUT = 20.0  # seconds
+
+HEALTH_ROUTES = ("/health", "/health_generate")  # open to everybody
 
 # Routes of SGLang that this version does not serve: method, path.
 REFUSED_ROUTES = (
@@ -117,10 +121,6 @@ def make_routes(manager: TokenizerManager) -> FastAPI:
         version=ouro_sgl.__version__,
         description=f"Serving {manager.model_name}: the routes of SGLang, for a looped model.",
         redoc_url=None,
-        responses={
-            **answers_to_every_request({"model": ErrorDoc}),
-            503: {"description": "The server is starting or stopping", "model": ErrorDoc},
-        },
     )
     _add_error_handlers(app)
     _add_pages(app, manager)
@@ -150,17 +150,23 @@ def make_routes(manager: TokenizerManager) -> FastAPI:
 
 
 def _document_refusals(paths: dict[str, dict[str, Any]]) -> None:
-    """Bodies that are refused get status 400 here, where FastAPI would send and document 422."""
-    references = [{"$ref": REFS.format(model=model.__name__)} for model in (ErrorDoc, SchemaErrorDoc)]
-    refusal = {
-        "description": "The request is refused; the message says why",
-        "content": {"application/json": {"schema": {"anyOf": references}}},
-    }
-    for operations in paths.values():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
+    """Add what is refused before a route is asked, and 400 where FastAPI would send and document 422."""
+    error, schema_error = (
+        {"$ref": REFS.format(model=model.__name__)} for model in (ErrorDoc, SchemaErrorDoc)
+    )
+    refusal = {"content": {"application/json": {"schema": error}}}
+    either = {"content": {"application/json": {"schema": {"anyOf": [error, schema_error]}}}}
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            responses.pop("422", None)
             if "requestBody" in operation:
-                operation["responses"].setdefault("400", refusal)
+                responses.setdefault("400", {"description": "The request is refused", **either})
+            if path not in HEALTH_ROUTES:
+                responses["401"] = {"description": NO_KEY, **refusal}
+                responses["503"] = {"description": NOT_READY, **refusal}
+            if method == "post":
+                responses["413"] = {"description": TOO_LONG, **refusal}
 
 
 async def _refuse(request: Request) -> JSONResponse:
@@ -222,9 +228,7 @@ def _is_healthy(manager: TokenizerManager) -> bool:
 
 
 def _add_health(app: FastAPI, manager: TokenizerManager) -> None:
-    not_ready: dict[int | str, dict[str, Any]] = {
-        503: {"description": "The server is starting, stopping or broken"}
-    }
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"description": NOT_READY}}
 
     @app.get("/health", response_class=Response, responses=not_ready)
     async def health() -> Response:
@@ -272,6 +276,8 @@ def _add_info(app: FastAPI, manager: TokenizerManager) -> None:
             **manager.facts.server_info,
             "served_length": manager.facts.served_length,
             "num_slots": manager.facts.num_slots,
+            "max_total_tokens": manager.facts.num_slots // manager.facts.total_loops,
+            "max_running_requests": manager.facts.max_rows,
             "internal_states": [await manager.scheduler_info()],
             "version": ouro_sgl.__version__,
         }

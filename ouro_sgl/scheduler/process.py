@@ -185,7 +185,7 @@ class SchedulerProcess:
                 if isinstance(message, GenerateReq):
                     scheduler.add(message)
                 elif isinstance(message, AbortReq):
-                    scheduler.abort(message.uids)
+                    scheduler.abort(message.uids, message.cause)
                 elif isinstance(message, StopReq):
                     scheduler.stop(message.uid, message.num_tokens)
                 elif isinstance(message, ControlReq):

@@ -132,14 +132,14 @@ class Scheduler:
         else:
             self.waiting.push(request)
 
-    def abort(self, uids: list[int]) -> None:
+    def abort(self, uids: list[int], cause: str = "Aborted by the client") -> None:
         """End these requests; unknown and finished ones are ignored."""
         for uid in uids:
             request = self.requests.get(uid)
             if request is not None:
                 untouched = request.state is RequestState.WAITING and not request.output_ids
                 moment = " before prefill" if untouched else ""
-                self._end(request, FinishReason.ABORT, f"Aborted by the client{moment}")
+                self._end(request, FinishReason.ABORT, f"{cause}{moment}")
 
     def stop(self, uid: int, num_tokens: int) -> None:
         """A stop string was found: ``uid`` ends with its first ``num_tokens`` output tokens.

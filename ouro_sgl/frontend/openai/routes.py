@@ -23,7 +23,7 @@ from ouro_sgl.frontend.openai.protocol import (
     ErrorBody,
     ModelCard,
 )
-from ouro_sgl.frontend.openapi import ErrorDoc, answers_to_every_request, event_stream
+from ouro_sgl.frontend.openapi import NO_KEY, NOT_READY, TOO_LONG, ErrorDoc, event_stream
 from ouro_sgl.frontend.schema import SchemaError
 
 T = TypeVar("T", bound=BaseModel)
@@ -160,8 +160,9 @@ def describe_openai(ref_template: str) -> tuple[dict[str, Any], dict[str, Any]]:
                         },
                     },
                     "400": {"description": "The request is refused", **refused},
-                    **answers_to_every_request(refused_before),
-                    "503": {"description": "The server is starting or stopping", **refused},
+                    "401": {"description": NO_KEY, **refused_before},
+                    "413": {"description": TOO_LONG, **refused_before},
+                    "503": {"description": NOT_READY, **refused},
                 },
             }
         }

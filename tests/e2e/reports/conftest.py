@@ -30,6 +30,8 @@ def serve() -> Iterator[Serve]:
             return clients[key]
 
         yield start
+        for client in clients.values():  # they end side by side
+            client.server.process.terminate()
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,9 @@ from ouro_sgl.messages import RowParams
 from ouro_sgl.models.config import load_config
 from ouro_sgl.models.reference import ReferenceModel
 from ouro_sgl.models.weights import load_weights
-from tests.e2e.reports.conftest import Serve
+from tests.e2e.reports.runtime import Runtime
 from tests.e2e.reports.support import CHAT, COMPLETIONS, NATIVE, SCRIPT_VOCAB, Client, greedy, message
+from tests.worker_driver import Model
 
 CLOSE = 1e-4
 Score = Callable[[list[int]], torch.Tensor]
@@ -73,13 +74,13 @@ def test_log_01_a_prompt_that_is_cached(rand: Client, score: Score) -> None:
         check_prompt(meta, ids, start, score(ids), 2)
 
 
-@pytest.mark.parametrize("chunk", ["1", "7", "16", None])
-def test_log_03_a_prompt_in_chunks(serve: Serve, rand_model: Path, score: Score, chunk: str | None) -> None:
-    flags = ["--chunked-prefill-size", chunk] if chunk else []
-    client = serve(rand_model, "--num-slots", "32768", *flags)
+@pytest.mark.parametrize("server", ["rand", "narrow"])
+def test_log_03_a_prompt_in_chunks(request: pytest.FixtureRequest, score: Score, server: str) -> None:
+    """Whole, and in chunks of 16; streamed and not; beside others that generate."""
+    client: Client = request.getfixturevalue(server)
     ids = random_ids(50, 3)
     expected = score(ids)
-    neighbours = [client.stream(NATIVE, {"text": "neighbour", "sampling_params": greedy(60)}) for _ in "ab"]
+    neighbours = [client.stream(NATIVE, {"text": "neighbour", "sampling_params": greedy(50)}) for _ in "ab"]
     for start in (0, 15, 16, 17, 49):
         fields = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 3}
         plain = client.generate(ids, greedy(2), **fields)
@@ -89,7 +90,32 @@ def test_log_03_a_prompt_in_chunks(serve: Serve, rand_model: Path, score: Score,
         for key in ("input_token_logprobs", "input_top_logprobs", "output_token_logprobs"):
             assert streamed["meta_info"][key] == plain["meta_info"][key]
     texts = {neighbour.finish()[-1]["text"] for neighbour in neighbours}
-    assert texts == {client.generate("neighbour", greedy(60))["text"]}
+    assert texts == {client.generate("neighbour", greedy(50))["text"]}
+
+
+def test_log_03_no_chunk_size_changes_a_bit(rand_model: Path) -> None:
+    torch.set_num_threads(1)
+    model = Model(rand_model)
+    ids = random_ids(50, 3)
+
+    def told(chunk: int, start: int) -> list[Any]:
+        runtime = Runtime(model, chunked_prefill_size=chunk)
+        neighbours = [runtime.submit(random_ids(9, 4), max_new_tokens=40) for _ in range(2)]
+        for _ in range(20):
+            runtime.turn()
+        uid = runtime.submit(ids, max_new_tokens=2, prompt_logprob_start=start, top_logprobs_num=3)
+        runtime.run()
+        assert all(len(runtime.heard[neighbour].ids) == 40 for neighbour in neighbours)
+        prompt = runtime.heard[uid].prompt_logprobs
+        assert prompt is not None
+        assert (prompt.start, len(prompt.values), len(prompt.tops)) == (start, 50 - start, 50 - start)
+        tops = [top and (top.top_ids, top.top_values) for top in prompt.tops]
+        return [prompt.values, tops, runtime.heard[uid].bits()]
+
+    for start in (0, 15, 16, 17):
+        whole = told(512, start)
+        for chunk in (1, 7, 16, 50):
+            assert told(chunk, start) == whole, (chunk, start)
 
 
 def test_log_04_more_top_logprobs_than_tokens(script: Client) -> None:

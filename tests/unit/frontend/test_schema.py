@@ -109,7 +109,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"text": ["a", "b"], "rid": []}, "rid holds 0"),
     ({"text": ["a", "b"], "rid": ["x", "x"]}, "twice"),
     ({"text": "a", "priority": 2**63}, "priority"),
-    ({"text": "a", "return_exit_logprobs": True}, "return_exit_logprobs is not supported on"),
     ({"text": ["a"] * 9}, "at most 8 sequences"),
     ({"text": "a", "sampling_params": {"n": 10**12}}, "at most 8 sequences"),
 ]
