@@ -14,7 +14,7 @@ from tests.gpu.cuda_driver import CudaModel, Mode
 from tests.models import rand_checkpoint
 from tests.reference.test_exactness import make_requests
 from tests.reference.test_worker_reference import add_lookahead, on_an_edge, random_params
-from tests.worker_driver import Request, run
+from tests.worker_driver import Driver, Request, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -93,3 +93,28 @@ def test_any_schedule_and_mode_gives_the_same_bits(model: CudaModel, shared: boo
             for place, (result, wanted) in enumerate(zip(got, expected, strict=True)):
                 assert result.comparable() == wanted, (mode, seed, place)
     model.mode = Mode()
+
+
+@pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
+def test_new_weights_reach_the_captured_graphs(
+    model: CudaModel, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = rand_checkpoint(
+        tmp_path_factory.mktemp("other"),
+        hidden=128,
+        intermediate=256,
+        heads=4,
+        kv_heads=2,
+        dtype="bfloat16",
+        seed=7,
+    )
+    requests = make_requests(6, seed=4)
+    settings = WorkerSettings(max_rows=4, max_length=LENGTH)
+    other = CudaModel(folder, torch.bfloat16)
+    expected = [result.comparable() for result in run(other, requests, settings, seed=1)]
+    before = [result.comparable() for result in run(model, requests, settings, seed=1)]
+    assert before != expected
+    worker = model.worker(8192, settings)
+    worker._executor.update_weights(folder)
+    driver = Driver(worker, settings, model.config.total_loops, 8192, 1)
+    assert [result.comparable() for result in driver.run(requests)] == expected
