@@ -496,7 +496,9 @@ class Simulation:
         self.scheduler.abort([uid])
 
     def stop(self, uid: int, num_tokens: int) -> None:
-        self.answers[uid].stopped_at = num_tokens
+        answer = self.answers[uid]
+        # of two stops the earlier cut holds
+        answer.stopped_at = min(num_tokens, answer.stopped_at or num_tokens)
         self.queue.pop(uid, None)
         self.scheduler.stop(uid, num_tokens)
 

@@ -36,6 +36,9 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 DONE = b"data: [DONE]\n\n"
+# Characters that JSON leaves alone and many readers of lines take for the end of one (httpx's
+# iter_lines, Python's splitlines): in UTF-8, and as JSON may write them too.
+LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 METHODS = {"/generate": ("POST", "PUT"), **dict.fromkeys(PATHS, ("POST",))}  # of the routes here
 
 
@@ -221,8 +224,7 @@ class Application:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             async for answer in call.snapshots():
-                chunk = b"data: " + orjson.dumps(answer) + b"\n\n"
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": _event(answer), "more_body": True})
         except ClientGone:
             return
         except RequestError as error:
@@ -301,13 +303,21 @@ async def _send_json(
     await send({"type": "http.response.body", "body": body})
 
 
+def _event(payload: dict[str, Any]) -> bytes:
+    """A server-sent event: one line of JSON."""
+    data = orjson.dumps(payload)
+    if not data.isascii():
+        for character, escape in LINE_ENDS:
+            data = data.replace(character, escape)
+    return b"data: " + data + b"\n\n"
+
+
 def _events(payloads: list[dict[str, Any]]) -> bytes:
     """Server-sent events, one for each payload."""
-    return b"".join([b"data: " + orjson.dumps(payload) + b"\n\n" for payload in payloads])
+    return b"".join([_event(payload) for payload in payloads])
 
 
 async def _send_stream_error(send: Send, error: RequestError, *, started: bool) -> None:
     if not started:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-    event = b"data: " + orjson.dumps(error_body(error.message)) + b"\n\n"
-    await send({"type": "http.response.body", "body": event + DONE})
+    await send({"type": "http.response.body", "body": _event(error_body(error.message)) + DONE})

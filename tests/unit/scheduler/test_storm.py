@@ -56,7 +56,7 @@ def disturb(sim: Simulation, rng: random.Random) -> None:
         return
     if rng.random() < 0.5:
         sim.abort(uid)
-    elif answer.tokens:
+    elif answer.tokens and answer.stopped_at is None:  # a frontend stops a request once
         sim.stop(uid, rng.randrange(1, len(answer.tokens) + 1))
 
 
