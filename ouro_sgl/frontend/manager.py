@@ -176,6 +176,11 @@ class TokenizerManager:
         self._control_ids = itertools.count(1)
         self._running: dict[int, tuple[Call, Sequence]] = {}  # by uid, until the terminal message
         self._names: dict[str, list[Sequence]] = {}  # request ids and group names of open calls
+        # Aborts that came while calls were being tokenized: by name (None: all), when, on a clock that
+        # counts aborts. Empty while no call is being prepared.
+        self._preparing = 0
+        self._abort_clock = 0
+        self._early_aborts: dict[str | None, int] = {}
         self._calls: set[Call] = set()  # open: somebody waits for the answer
         self._probes: set[int] = set()  # uids of health probes, which are not counted
         self._controls: dict[int, asyncio.Future[ControlReply]] = {}
@@ -313,6 +318,8 @@ class TokenizerManager:
         Raises:
             RequestError: the request is refused; nothing was sent.
         """
+        self._preparing += 1
+        started = self._abort_clock
         try:
             limits = self.limits()
             expanded = expand(body, limits, max_sequences)
@@ -323,6 +330,11 @@ class TokenizerManager:
         except RequestError:
             self.metrics.refused.inc()
             raise
+        finally:
+            self._preparing -= 1
+            early = {name for name, clock in self._early_aborts.items() if clock > started}
+            if not self._preparing:
+                self._early_aborts.clear()
         self._calls.add(call)
         for name in call.names:
             self._names[name] = []
@@ -336,6 +348,10 @@ class TokenizerManager:
             self._probes.update(sequence.uid for sequence in call.sequences)
         else:
             self.metrics.requests.inc(len(requests))
+        if None in early:
+            self._abort(call.sequences)
+        for name in early & self._names.keys() & set(call.names):
+            self._abort(self._names[name])
         return call
 
     def release(self, call: Call) -> None:
@@ -349,7 +365,11 @@ class TokenizerManager:
             self._abort(call.sequences)
 
     def abort(self, rid: str | None = None, *, abort_all: bool = False) -> None:
-        """End the sequences named exactly ``rid``, or all. An unknown id is ignored."""
+        """End the sequences named exactly ``rid``, or all, those of calls that are still being tokenized
+        too. An unknown id is ignored."""
+        if self._preparing and (abort_all or rid is not None):
+            self._abort_clock += 1
+            self._early_aborts[None if abort_all else rid] = self._abort_clock
         if abort_all:
             self._abort([sequence for _, sequence in self._running.values()])
         elif rid is not None:

@@ -446,3 +446,30 @@ async def test_a_slow_reader_of_a_batch_sees_every_end_once(pair: Pair) -> None:
             assert not ends
             await wait_for(lambda: not manager._running)
     assert sorted(ends) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("by_name", ["a", "g", None], ids=["rid", "group", "all"])
+async def test_an_abort_reaches_a_call_that_is_still_tokenized(pair: Pair, by_name: str | None) -> None:
+    manager, _ = pair
+    released = asyncio.Event()
+    tokenize = manager._tokenize
+
+    async def slowly(*arguments: Any) -> None:
+        await released.wait()
+        await tokenize(*arguments)
+
+    manager._tokenize = slowly  # type: ignore[method-assign]
+    rid: Any = ["a", "b"] if by_name == "a" else "g"
+    call = asyncio.ensure_future(
+        manager.generate(ask(["x", "y"], rid=rid, sampling_params={"max_new_tokens": 200}))
+    )
+    await asyncio.sleep(0.01)
+    manager.abort(by_name, abort_all=by_name is None)
+    manager.abort("unknown")
+    released.set()
+    answers: Any = await call
+    reasons = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
+    assert reasons == (["abort", "length"] if by_name == "a" else ["abort", "abort"])
+    # nothing is remembered: an old abort does not hit a later call of the same name
+    later: Any = await manager.generate(ask(rid="a", sampling_params={"max_new_tokens": 2}))
+    assert later["meta_info"]["finish_reason"]["type"] == "length"
