@@ -350,8 +350,8 @@ class TokenizerManager:
             self.metrics.requests.inc(len(requests))
         if None in early:
             self._abort(call.sequences)
-        for name in early & self._names.keys() & set(call.names):
-            self._abort(self._names[name])
+        for aborted in set(call.names) & early:
+            self._abort(self._names[aborted])
         return call
 
     def release(self, call: Call) -> None:

@@ -89,6 +89,10 @@ class GenerateDoc(BaseModel):
     priority: int = Field(0, description="higher goes first")
 
 
+# Log-probability (null: there is none at position 0), token id, text (null unless asked for).
+LogprobDoc = tuple[float | None, int, str | None]
+
+
 class MetaInfoDoc(BaseModel):
     id: str
     finish_reason: dict[str, Any] | None = Field(description="type stop, length or abort; null while running")
@@ -106,6 +110,19 @@ class MetaInfoDoc(BaseModel):
     exit_logprobs: list[list[float]] | None = Field(
         None, description="with return_exit_logprobs: lambda of each loop run, in [0, 1], by output token"
     )
+    input_token_logprobs: list[LogprobDoc] | None = Field(
+        None, description="with return_logprob: of the prompt, from logprob_start_len on"
+    )
+    output_token_logprobs: list[LogprobDoc] | None = None
+    output_token_logprobs_length: int | None = None
+    input_top_logprobs: list[list[LogprobDoc] | None] | None = Field(
+        None, description="with top_logprobs_num: the likeliest tokens of each position"
+    )
+    output_top_logprobs: list[list[LogprobDoc] | None] | None = None
+    input_token_ids_logprobs: list[list[LogprobDoc] | None] | None = Field(
+        None, description="with token_ids_logprob: these tokens, at each position"
+    )
+    output_token_ids_logprobs: list[list[LogprobDoc] | None] | None = None
 
 
 class AnswerDoc(BaseModel):
@@ -114,6 +131,7 @@ class AnswerDoc(BaseModel):
     text: str
     output_ids: list[int]
     meta_info: MetaInfoDoc
+    prompt_token_ids: list[int] | None = Field(None, description="with return_prompt_token_ids")
     index: int | None = Field(None, description="in a stream of several sequences: which one this is")
 
 
