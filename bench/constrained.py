@@ -2,17 +2,17 @@
 
     python bench/constrained.py [--model FOLDER] [--trials 7] [--outputs 128] [--free 31] [--set NAME=VALUE]
 
-Three arms, taken in turn in every trial: the free requests alone; beside a client that repeats short
-free requests; beside one that repeats constrained ones of the same length (a regex, then an integer, as
-SGLang's ``gen(regex=...)`` and ``gen(dtype=int)`` send them). Prints the median throughput of the free
-requests in each arm. Their tokens and exit depths must be the same in all.
+Three arms, taken in turn in every trial: the free requests alone; beside one more that is free; beside a
+constrained program (a list of dates by regex, as long as the free outputs, then an integer, as SGLang's
+``gen(regex=...)`` and ``gen(dtype=int)`` send them). The second arm tells what a row costs anyway.
+Prints the median throughput of the free requests in each arm. Their tokens and exit depths must be the
+same in all.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import statistics
 import time
@@ -23,8 +23,7 @@ import ouro_sgl
 from ouro_sgl import Engine
 
 TINY = Path(ouro_sgl.__file__).parent / "assets" / "ouro-tiny"
-# Length of the output in tokens of one character each, and the pattern that makes it so.
-PATTERNS = ((10, r"[0-9]{4}-[0-9]{2}-[0-9]{2}"), (6, r"[-+]?[0-9]{6}"))
+DATE, INTEGER = r"[0-9]{4}-[0-9]{2}-[0-9]{2}\n", r"[-+]?[0-9]{6}"
 ARMS = ("alone", "beside free", "beside constrained")
 
 
@@ -42,62 +41,48 @@ def free(number: int, outputs: int) -> dict[str, Any]:
     }
 
 
-def short(number: int, constrained: bool) -> dict[str, Any]:
-    length, pattern = PATTERNS[number % len(PATTERNS)]
-    sampling: dict[str, Any] = {"max_new_tokens": length, "sampling_seed": number, "exit_threshold": 0.5}
-    sampling |= {"regex": pattern} if constrained else {"ignore_eos": True}
-    return {"prompt": f"Day {number % 50}: ", "sampling_params": sampling}
+async def program(engine: Engine, outputs: int, constrained: bool) -> None:
+    """Two requests, one after the other, with ``outputs`` and 6 tokens at most."""
+    for length, pattern in ((outputs, f"({DATE}){{{outputs}}}"), (6, INTEGER)):
+        sampling: dict[str, Any] = {"max_new_tokens": length, "sampling_seed": 1, "exit_threshold": 0.5}
+        sampling |= {"regex": pattern} if constrained else {"ignore_eos": True}
+        answer = await engine.async_generate("Days: ", sampling_params=sampling)
+        if constrained:
+            assert set(answer["text"]) <= set("+-0123456789\n")
 
 
-async def neighbour(engine: Engine, constrained: bool, counts: list[int]) -> None:
-    """Short requests, one after the other, until cancelled; ``counts`` gets their output lengths."""
-    for number in range(1 << 30):
-        answer = await engine.async_generate(**short(number, constrained))
-        counts.append(answer["meta_info"]["completion_tokens"])
-
-
-async def trial(engine: Engine, arm: str, count: int, outputs: int) -> tuple[float, list[Any], list[int]]:
-    """(free tokens per second, ids and depths of the free requests, output lengths of the neighbour)."""
-    counts: list[int] = []
-    task = None
-    if arm != "alone":
-        task = asyncio.create_task(neighbour(engine, arm == "beside constrained", counts))
-        while not counts:  # what starts with the first grammar has started
-            await asyncio.sleep(0.001)
-        counts.clear()
+async def trial(engine: Engine, arm: str, count: int, outputs: int) -> tuple[float, list[Any]]:
+    """(free tokens per second, ids and depths of the free requests)."""
     begin = time.perf_counter()
-    answers = await asyncio.gather(*(engine.async_generate(**free(n, outputs)) for n in range(count)))
-    seconds = time.perf_counter() - begin
-    if task is not None:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-    bits = [[answer["output_ids"], answer["meta_info"]["exit_depths"]] for answer in answers]
-    return count * outputs / seconds, bits, counts
+    tasks = [asyncio.create_task(engine.async_generate(**free(n, outputs))) for n in range(count)]
+    if arm == "alone":
+        answers = await asyncio.gather(*tasks)
+        seconds = time.perf_counter() - begin
+    else:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(program(engine, outputs, arm == "beside constrained"))
+            answers = await asyncio.gather(*tasks)
+            seconds = time.perf_counter() - begin
+    return count * outputs / seconds, [[a["output_ids"], a["meta_info"]["exit_depths"]] for a in answers]
 
 
 async def measure(engine: Engine, options: argparse.Namespace) -> None:
-    _, expected, _ = await trial(engine, "alone", options.free, options.outputs)
+    for arm in ARMS:  # what starts with the first grammar has started then
+        _, expected = await trial(engine, arm, options.free, options.outputs)
     rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    lengths: dict[str, list[int]] = {arm: [] for arm in ARMS}
     for _ in range(options.trials):
         for arm in ARMS:
-            rate, bits, counts = await trial(engine, arm, options.free, options.outputs)
-            assert bits == expected, f"{arm}: the free requests are not what they were alone"
+            rate, bits = await trial(engine, arm, options.free, options.outputs)
+            assert bits == expected, f"{arm}: the free requests are not what they were before"
             rates[arm].append(rate)
-            lengths[arm] += counts
-    alone = statistics.median(rates["alone"])
     for arm in ARMS:
-        rate = statistics.median(rates[arm])
-        spread = f"{min(rates[arm]):.0f} .. {max(rates[arm]):.0f}"
-        line = f"{arm:>18}: {rate:7.0f} free tokens/s ({spread}), {rate / alone - 1:+.1%} of alone"
-        if lengths[arm]:
-            calls, tokens = len(lengths[arm]), sum(lengths[arm])
-            line += f"; the neighbour had {calls} answers with {tokens} tokens"
+        line = f"{arm:>18}: {statistics.median(rates[arm]):7.0f} free tokens/s"
+        line += f" ({min(rates[arm]):.0f} .. {max(rates[arm]):.0f})"
         print(line, flush=True)
-    pairs = zip(rates["beside constrained"], rates["beside free"], strict=True)
-    ratio = statistics.median(constrained / plain for constrained, plain in pairs)
-    print(f"constrained against free neighbour, median of pairs: {ratio - 1:+.1%}")
+    for other in ("alone", "beside free"):
+        pairs = zip(rates["beside constrained"], rates[other], strict=True)
+        ratio = statistics.median(constrained / plain for constrained, plain in pairs)
+        print(f"beside constrained against {other}, median of pairs: {ratio - 1:+.1%}")
 
 
 def main() -> None:
