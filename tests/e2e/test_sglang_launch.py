@@ -53,7 +53,7 @@ def test_flags_are_ours_for_ouro_and_sglangs_for_others(
     assert "ouro_sgl: error: unknown flag --no-such-flag" in ours.stderr
     stock = outcome(command, "--model-path", str(other_folder), "--no-such-flag")
     assert stock.returncode == 2
-    assert "ouro_sgl" not in stock.stderr
+    assert "ouro_sgl: error" not in stock.stderr  # its own folder may be in a path
     assert "unrecognized arguments: --no-such-flag" in stock.stderr
 
 
