@@ -1,6 +1,6 @@
 """End to end: the whole product (three processes, no HTTP) on random weights of the 1.4B shape.
 
-    python bench/e2e.py [--cells 1024x1,1024x32] [--outputs 128] [--depths 4|trace] [engine flags ...]
+    python bench/e2e.py [--cells 1024x1,1024x32] [--outputs 128] [--depths 4|trace] [--set NAME=VALUE]
 
 Protocol: 2 C requests in a closed loop at concurrency C, ``--outputs`` tokens each, greedy, end ids
 ignored, distinct random prompts; ``--depths 4`` runs every loop, ``trace`` forces depths 2, 3, 4 with

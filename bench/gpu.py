@@ -43,13 +43,13 @@ def make_model(config: OuroConfig) -> OuroModel:
     return OuroModel(config, dummy_weights(config, torch.bfloat16, device, 0))
 
 
-def round_bytes(config: OuroConfig, contexts: list[int], *, coda: bool) -> int:
-    """Bytes that one round must read: core weights, K and V of every lane, lm_head if any row exits."""
+def round_bytes(config: OuroConfig, contexts: list[int]) -> int:
+    """Bytes that one round must read: core weights, and K and V of every lane."""
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size) * 2
     kv = sum(contexts) * config.slot_elements() * 2
-    return config.num_layers * layer + kv + (config.vocab_size * config.hidden_size * 2 if coda else 0)
+    return config.num_layers * layer + kv
 
 
 @dataclass

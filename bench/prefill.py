@@ -1,6 +1,6 @@
 """Prefill through the worker's real loop, as a share of 790 TFLOP/s (a large bf16 matrix product).
 
-    python bench/prefill.py [--contexts 1024,4096,16384] [--profile]
+    python -m bench.prefill [--contexts 1024,4096,16384] [--profile]
 
 Needs a CUDA device. One row at a time with chunks of ``--chunk`` tokens; rows are repeated so that
 at least 32K tokens are timed. The first pass warms up.

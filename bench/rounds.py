@@ -1,6 +1,6 @@
 """Decode rounds against their byte floor, through the worker's real loop.
 
-    python bench/rounds.py [--cells 1024x1,1024x32] [--outputs 24] [--pdl off,8] [--profile]
+    python -m bench.rounds [--cells 1024x1,1024x32] [--outputs 24] [--pdl off,8] [--profile]
 
 Needs a CUDA device. Depth is 4 for every token; a round's floor is its bytes over the copy bandwidth
 measured in the same run.
@@ -36,7 +36,7 @@ def run_cell(model: OuroModel, cell: str, outputs: int, copy: float, variant: st
     else:
         seconds, rounds, _ = bench.decode(depths)
     config = model.config
-    floor = round_bytes(config, [context + outputs // 2] * rows, coda=False)
+    floor = round_bytes(config, [context + outputs // 2] * rows)
     floor += config.vocab_size * config.hidden_size * 2 // 4  # lm_head in one round of four
     per_round = seconds / rounds
     print(

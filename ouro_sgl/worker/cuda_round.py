@@ -62,7 +62,7 @@ def splits_for(inner: int, wanted: int) -> int:
 
 
 def choose_products(model: OuroModel, bucket: int, splits: tuple[int, int]) -> Products:
-    """Tiles by bucket (measured on an H200, see bench/LOG.md); fp32 takes smaller ones to fit."""
+    """Tiles by bucket; fp32 takes smaller ones, to fit. Weights are the M operand where rows are few."""
     config = model.config
     hidden, inner = config.hidden_size, config.intermediate_size
     attention_width = config.num_heads * config.head_dim

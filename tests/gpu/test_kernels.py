@@ -100,6 +100,30 @@ def test_norms(dtype: torch.dtype, width: int) -> None:
     assert relative_error(out, rms_norm(residual, one[0], 1e-6)) < tolerance(dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 40])
+def test_rope_write(dtype: torch.dtype, rows: int) -> None:
+    """Both launch shapes (by row count); rows past the count and foreign slots stay as they were."""
+    from ouro_kernels.triton_ops import norm
+
+    heads, kv_heads, head_dim, splits = 4, 2, 32, 2
+    qkv = torch.randn(splits, rows, (heads + 2 * kv_heads) * head_dim, device="cuda")
+    angle = torch.rand(100, head_dim // 2, device="cuda")
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    positions = torch.randint(0, 100, (rows,), device="cuda", dtype=torch.int32)
+    slots = torch.randperm(200, device="cuda")[:rows].int()
+    keys, values = (poisoned(200, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    query = poisoned(rows, heads, head_dim, dtype=dtype)
+    count = torch.tensor([rows - 1], dtype=torch.int32, device="cuda")
+    norm.rope_write(qkv, query, keys, values, slots, positions, count, cos, sin)
+    expected = norm.rope_write_twin(qkv, heads, kv_heads, positions.long(), cos, sin)
+    written = slots[:-1].long()
+    for got, wanted in zip((query[:-1], keys[written], values[written]), expected, strict=True):
+        assert relative_error(got, wanted[:-1]) < tolerance(dtype)
+    assert torch.isnan(query[-1]).all()
+    assert int(torch.isnan(keys).any(-1).any(-1).sum()) == 200 - (rows - 1)
+
+
 def lanes(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:

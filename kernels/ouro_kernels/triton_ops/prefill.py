@@ -110,7 +110,9 @@ def _prefill_kernel(
 
 
 class PrefillBlocks:
-    """Query blocks of one chunk. Host lists; ``tensors`` [5, blocks] int32 goes to the device."""
+    """Query blocks of one chunk, as five host lists of one length: the block's first position (a multiple
+    of ``block_q``), its first and its end among the real ones, the packed row that would hold its first
+    position, its row."""
 
     def __init__(self, segments: list[tuple[int, int, int]], block_q: int) -> None:
         """segments: (row, start, end) in the order of the packed rows."""
@@ -126,7 +128,6 @@ class PrefillBlocks:
                     column.append(value)
             packed += end - start
         self.columns = columns
-        self.count = len(columns[0])
 
 
 def prefill_attention(
