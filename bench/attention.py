@@ -49,34 +49,12 @@ def copy_bandwidth() -> float:
     return 2 * 4 * source.numel() / graph_time(lambda: torch.mul(source, 1.0, out=target))
 
 
-def make_work(lengths: list[int]) -> attention.WorkList:
-    """As a round makes it, for lanes of one length."""
-    length = lengths[0]
-    fine = len(lengths) * -(-length // attention.TILE) <= attention.FINE_TILES
-    group = attention.SHORT_GROUP if length <= attention.SHORT_LENGTH else attention.LONG_GROUP
-    span = attention.TILE if fine else group
-    starts = range(0, length, span)
-    lanes = range(len(lengths))
-    full = [(lane, at) for lane in lanes for at in starts[:-1]]
-    items = full + [(lane, starts[-1]) for lane in lanes]
-    work = attention.WorkList(
-        max(len(lengths), len(items)), max(lengths), HEADS, HEAD_DIM, torch.device("cuda")
-    )
-    work.first_item[: len(lengths)] = torch.tensor([lane * (len(starts) - 1) for lane in lanes])
-    work.table_index[: len(lengths)] = torch.arange(len(lengths))
-    work.length[: len(lengths)] = torch.tensor(lengths)
-    work.item_lane[: len(items)] = torch.tensor([lane for lane, _ in items])
-    work.item_start[: len(items)] = torch.tensor([at for _, at in items])
-    work.num_items[0], work.num_full[0], work.fine[0] = len(items), len(full), fine
-    return work
-
-
 def time_layers(
     pools: list[torch.Tensor],
-    query: torch.Tensor,
+    qkv: torch.Tensor,
     table: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
     work: attention.WorkList,
-    count: torch.Tensor,
     out: torch.Tensor,
     shape: tuple[int, int, int],
 ) -> float:
@@ -84,7 +62,7 @@ def time_layers(
 
     def launch() -> None:
         for keys, values in pools:
-            attention.decode_attention(query, keys, values, table, work, count, out, HEAD_DIM**-0.5, *shape)
+            attention.decode_attention(qkv, keys, values, table, *angles, work, out, HEAD_DIM**-0.5, *shape)
 
     return graph_time(launch) / len(pools)
 
@@ -98,6 +76,7 @@ def main() -> None:
     copy = copy_bandwidth()
     units = torch.cuda.get_device_properties(0).multi_processor_count
     print(f"copy {copy / 1e12:.2f} TB/s, {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
+    angles = tuple(torch.randn(65536, HEAD_DIM // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     shapes = list(itertools.product((1, 2, 4), (2, 3), (16, 32))) if sweep else [(2, 2, 16)]
     for length, lanes in CELLS:
         bytes_read = lanes * length * HEADS * HEAD_DIM * 4
@@ -107,14 +86,14 @@ def main() -> None:
             torch.randn(2, slots, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(layers)
         ]
         table = torch.randperm(slots, device="cuda")[: lanes * length].int().view(lanes, length)
-        query = torch.randn(lanes, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty_like(query)
-        count = torch.tensor([lanes], dtype=torch.int32, device="cuda")
-        work = make_work([length] * lanes)
+        qkv = torch.randn(lanes, 3 * HEADS * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(lanes, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        work = attention.WorkList(lanes, length, HEADS, HEAD_DIM, table.device)
+        work.fill(list(range(lanes)), [length] * lanes)
         results = []
         for warps, stages, per_unit in shapes:
             shape = (per_unit * units, stages, warps)
-            seconds = time_layers(pools, query, table, work, count, out, shape)
+            seconds = time_layers(pools, qkv, table, angles, work, out, shape)
             results.append((seconds, warps, stages, per_unit))
         results.sort()
         print(f"{length}x{lanes}:", end="")

@@ -1,6 +1,6 @@
 """Decode rounds against their byte floor, through the worker's real loop.
 
-    python -m bench.rounds [--cells 1024x1,1024x32] [--outputs 24] [--pdl off,8] [--profile]
+    python -m bench.rounds [--cells 1024x1,1024x32] [--outputs 24] [--pdl on,off] [--profile]
 
 Needs a CUDA device. Depth is 4 for every token; a round's floor is its bytes over the copy bandwidth
 measured in the same run.
@@ -12,7 +12,6 @@ import argparse
 import gc
 
 import torch
-from ouro_kernels.triton_ops import gemm
 
 from bench.attention import copy_bandwidth
 from bench.gpu import Bench, config_1_4b, make_model, round_bytes
@@ -25,8 +24,6 @@ def run_cell(model: OuroModel, cell: str, outputs: int, copy: float, variant: st
     """Print one line for a cell, and with ``profile`` the time of each kernel."""
     context, rows = map(int, cell.split("x"))
     depths = [[4] * outputs for _ in range(rows)]
-    if variant != "off":
-        gemm.PREFETCH_LINES = int(variant)
     bench = Bench(model, rows, context, outputs, pdl=variant != "off")
     bench.prefill(depths)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -61,8 +58,9 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=24)
     parser.add_argument(
         "--pdl",
-        default=str(gemm.PREFETCH_LINES),
-        help="programmatic dependent launch: off, or lines of each weight row to ask for ahead",
+        default="on",
+        choices=("on", "off", "on,off"),
+        help="programmatic dependent launch",
     )
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     options = parser.parse_args()

@@ -7,11 +7,12 @@ shape (``check_row_counts``); a count that does not is not used for that weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from ouro_kernels.triton_ops import norm
-from ouro_kernels.triton_ops.prefill import PrefillBlocks, prefill_attention
+from ouro_kernels.triton_ops.prefill import PackedKV, gather, plan_groups, prefill_attention, rope_write
 from ouro_kernels.triton_ops.sampling import log_sum_exp
 
 from ouro_sgl.messages import Chunk, ChunkLogprobs, Segment
@@ -74,6 +75,16 @@ class PendingLogprobs:
         return ChunkLogprobs(self._piece.row, self._piece.epoch, self._first, self._chosen.tolist(), tops)
 
 
+@dataclass(frozen=True)
+class _Group:
+    """A :class:`PrefillGroup` on the device: its packed ``rows``; int32 [n, 5], [n, 4], [rows]."""
+
+    rows: slice
+    blocks: torch.Tensor
+    copies: torch.Tensor
+    places: torch.Tensor
+
+
 class CudaPrefill:
     """Runs chunks of up to ``max_tokens`` positions."""
 
@@ -95,8 +106,17 @@ class CudaPrefill:
             )
         }
         narrow = model.dtype == torch.float32
-        self._block_q, self._block_k = (64, 32) if narrow else (128, 64)
+        self._block_q, self._block_k = (64, 32) if narrow else (64, 64)
         self._stages = 2 if narrow or config.head_dim > 128 else 3
+        longest = -(-rows.slot_table.shape[2] // self._block_k) * self._block_k
+        self._packed = PackedKV(
+            max(longest, 2 * max_tokens),
+            config.num_kv_heads,
+            config.head_dim,
+            self._block_k,
+            model.dtype,
+            model.device,
+        )
 
     def _linear(self, name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [M, K] at the smallest good row count: [M, N]."""
@@ -127,9 +147,16 @@ class CudaPrefill:
         places = rows.upload(
             [piece.row * width + p for piece, _ in pieces for p in range(piece.start, piece.end)], torch.int64
         )
-        plan = PrefillBlocks([(piece.row, piece.start, piece.end) for piece, _ in pieces], self._block_q)
-        blocks = rows.upload([value for column in plan.columns for value in column], torch.int32).view(5, -1)
-        count = rows.upload([len(token_ids)], torch.int32)
+        segments = [(piece.row, piece.start, piece.end) for piece, _ in pieces]
+        groups = [
+            _Group(
+                slice(group.first, group.end),
+                _lines(rows, group.blocks, 5),
+                _lines(rows, group.copies, 4),
+                rows.upload(group.places, torch.int32),
+            )
+            for group in plan_groups(segments, self._block_q, self._block_k, self._packed.capacity)
+        ]
         result = ChunkResult(chunk.chunk_id)
         last_tokens, packed = {}, 0
         for piece, prompt in pieces:
@@ -140,9 +167,7 @@ class CudaPrefill:
         hidden = model.prelude(token_ids)
         for depth in range(rows.total_loops):
             slots = rows.slot_table[depth].view(-1)[places]
-            hidden = self._round(
-                hidden, positions, slots, blocks, depth * rows.max_rows, count, between_layers
-            )
+            hidden = self._round(hidden, positions, slots, groups, depth * rows.max_rows, between_layers)
             for row, at in last_tokens.items():
                 result.lambdas[row][depth] = model.hazard(hidden[at : at + 1])[0]
 
@@ -163,14 +188,14 @@ class CudaPrefill:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        blocks: torch.Tensor,
+        groups: list[_Group],
         depth_offset: int,
-        count: torch.Tensor,
         between_layers: Callable[[], None],
     ) -> torch.Tensor:
         model, config, rows = self._model, self._model.config, self._rows
         eps = config.rms_norm_eps
         table = rows.slot_table.view(-1, rows.slot_table.shape[2])
+        packed = self._packed
         tokens = hidden.shape[0]
         x = torch.empty_like(hidden)
         residual = hidden.clone()
@@ -180,21 +205,34 @@ class CudaPrefill:
         norm.rms(hidden, layers[0].input_norm, x, eps)
         for index, layer in enumerate(layers):
             keys, values = self._pool.keys[index], self._pool.values[index]
-            qkv = self._linear("qkv", x, layer.qkv).unsqueeze(0)
-            norm.rope_write(qkv, query, keys, values, slots, positions, count, model.cos, model.sin)
-            prefill_attention(
-                query,
-                keys,
-                values,
-                table,
-                blocks,
-                depth_offset,
-                mixed,
-                config.head_dim**-0.5,
-                self._block_q,
-                self._block_k,
-                stages=self._stages,
-            )
+            qkv = self._linear("qkv", x, layer.qkv)
+            for group in groups:
+                mine = group.rows
+                rope_write(
+                    qkv[mine],
+                    query[mine],
+                    keys,
+                    values,
+                    slots[mine],
+                    positions[mine],
+                    group.places,
+                    packed.keys,
+                    packed.values,
+                    model.cos,
+                    model.sin,
+                )
+                gather(keys, values, table, group.copies, depth_offset, packed.keys, packed.values)
+                prefill_attention(
+                    query[mine],
+                    packed.key_tiles,
+                    packed.value_tiles,
+                    group.blocks,
+                    mixed[mine],
+                    config.head_dim**-0.5,
+                    config.num_kv_heads,
+                    self._block_q,
+                    stages=self._stages,
+                )
             out = self._linear("out", mixed.view(tokens, -1), layer.attention_out).unsqueeze(0)
             norm.sandwich(out, residual, layer.attention_norm, layer.mlp_input_norm, x, eps)
             inner = norm.silu_and_multiply(self._linear("gate_up", x, layer.gate_up))
@@ -224,6 +262,11 @@ class CudaPrefill:
                 PendingLogprobs(piece, begin, _to_host(chosen), _to_host(values) if asked else None, wish)
             )
         return pending
+
+
+def _lines(rows: Rows, lines: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    """int32 [len(lines), width] on the device."""
+    return rows.upload([value for line in lines for value in line], torch.int32).view(-1, width)
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:

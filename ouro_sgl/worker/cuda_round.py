@@ -1,6 +1,6 @@
 """Decode rounds on a CUDA device: one captured graph per row bucket, nothing waits for the host.
 
-A round is about nine kernels per layer and eight around them, all sized by the bucket and steered
+A round is seven kernels per layer and eight around them, all sized by the bucket and steered
 by counts that live on the device. Its last copy moves a fixed-size event block into pinned memory;
 the host reads it once the event recorded behind it has passed.
 """
@@ -32,9 +32,8 @@ COUNTS_LINE, REPORTS_LINE, LAMBDA_LINES = 7, 8, 9
 
 @dataclass(frozen=True)
 class Products:
-    """How one bucket runs its four products and lm_head; ``*_splits`` are the same in every bucket."""
+    """How one bucket runs its four products and lm_head."""
 
-    block_m: int
     qkv: gemm.GemmTile
     out: gemm.GemmTile
     gate_up: gemm.GemmTile
@@ -62,29 +61,34 @@ def splits_for(inner: int, wanted: int) -> int:
 
 
 def choose_products(model: OuroModel, bucket: int, splits: tuple[int, int]) -> Products:
-    """Tiles by bucket; fp32 takes smaller ones, to fit. Weights are the M operand where rows are few."""
+    """Tiles by bucket, the best of a sweep (``bench/gemm.py``); splits: of ``out`` and ``down``, the
+    same in every bucket. fp32 takes small tiles, to fit."""
     config = model.config
-    hidden, inner = config.hidden_size, config.intermediate_size
-    attention_width = config.num_heads * config.head_dim
-    narrow = model.dtype == torch.float32
-    block_m = min(128, max(16, triton.next_power_of_2(bucket)))
-    if narrow:
-        block_m = min(block_m, 32)
-    out_splits, down_splits = splits
-    few = block_m <= 32
+    hidden, inner = config.hidden_size, config.intermediate_size // splits[1]
+    mixed = config.num_heads * config.head_dim // splits[0]
+    rows = min(128, max(16, triton.next_power_of_2(bucket)))
 
-    def tile(span: int, block_n: int, wanted: int, stages: int, *, swap: bool) -> gemm.GemmTile:
-        if narrow:
-            return gemm.GemmTile(min(block_n, 64), block_k(span, 32), 4, 2, swap=False)
-        return gemm.GemmTile(block_n, block_k(span, wanted), 4, stages, swap)
+    def tile(span: int, m: int, n: int, k: int, warps: int, stages: int, *, swap: bool) -> gemm.GemmTile:
+        if model.dtype == torch.float32:
+            return gemm.GemmTile(min(m, 32), 64, block_k(span, 32), 4, 2)
+        return gemm.GemmTile(m, n, block_k(span, k), warps, stages, swap)
 
+    if rows <= 64:
+        return Products(
+            qkv=tile(hidden, rows, 64, 128, 4, 5, swap=True),
+            out=tile(mixed, rows, 64, 128, 4, 5, swap=True),
+            gate_up=tile(hidden, rows, 64, 128, 4, 4, swap=True),
+            down=tile(inner, rows, 64, 128, 4, 5, swap=True)
+            if rows < 64
+            else tile(inner, rows, 32, 128, 4, 5, swap=False),
+            lm_head=tile(hidden, rows, 128, 64, 4, 4, swap=True),
+        )
     return Products(
-        block_m=block_m,
-        qkv=tile(hidden, 64, 128, 5 if few else 4, swap=few),
-        out=tile(attention_width // out_splits, 64, 128, 4, swap=few),
-        gate_up=tile(hidden, 64, 128 if few else 64, 4, swap=few),
-        down=tile(inner // down_splits, 64, 128, 4, swap=few),
-        lm_head=tile(hidden, 128 if not narrow else 64, 64, 4, swap=few),
+        qkv=tile(hidden, rows, 64, 64, 8, 5, swap=False),
+        out=tile(mixed, rows, 64, 64, 8, 5, swap=False),
+        gate_up=tile(hidden, rows, 64, 64, 8, 5, swap=False),
+        down=tile(inner, 64, 64, 128, 4, 5, swap=False),
+        lm_head=tile(hidden, rows, 128, 64, 8, 4, swap=False),
     )
 
 
@@ -227,7 +231,7 @@ class CudaRounds:
             return torch.zeros(*shape, dtype=kind, device=device)
 
         fp32 = torch.float32
-        self._lanes, self._positions, self._slots = ints(capacity), ints(capacity), ints(capacity)
+        self._lanes, self._slots = ints(capacity), ints(capacity)
         self._count, self._exit_count, self._exits = ints(1), ints(1), ints(capacity)
         self._work = attention.WorkList(
             capacity, self._rows.slot_table.shape[2], config.num_heads, config.head_dim, device
@@ -235,7 +239,6 @@ class CudaRounds:
         self._x = numbers(capacity, config.hidden_size)
         self._residual = numbers(capacity, config.hidden_size)
         self._qkv = numbers(capacity * width)
-        self._query = numbers(capacity, config.num_heads, config.head_dim)
         self._mixed = numbers(capacity, config.num_heads, config.head_dim)
         self._partial = numbers(max(self._splits) * capacity * config.hidden_size, kind=fp32)
         self._inner = numbers(capacity, config.intermediate_size)
@@ -308,7 +311,6 @@ class CudaRounds:
             rows.granted_until,
             rows.slot_table,
             self._lanes,
-            self._positions,
             self._slots,
             self._count,
             self._work.table_index,
@@ -317,11 +319,11 @@ class CudaRounds:
             self._work.item_lane,
             self._work.item_start,
             self._work.num_items,
-            self._work.num_full,
             self._work.fine,
             rows.max_rows,
             table_stride,
             BR=block_rows,
+            TILE=attention.TILE,
             FINE_TILES=attention.FINE_TILES,
             **attention.SIZES,
         )
@@ -404,7 +406,7 @@ class CudaRounds:
         tiles = choose_products(model, bucket, self._splits)
         layers = model.layers
         x, residual = self._x[:bucket], self._residual[:bucket]
-        query, mixed = self._query[:bucket], self._mixed[:bucket]
+        mixed = self._mixed[:bucket]
         qkv = self._qkv[: bucket * layers[0].qkv.shape[0]].view(1, bucket, -1)
         inner = self._inner[:bucket]
         out_splits, down_splits = self._splits
@@ -415,36 +417,25 @@ class CudaRounds:
         norm.enter(rows.hidden, self._lanes, self._count, layers[0].input_norm, residual, x, eps)
         for index, layer in enumerate(layers):
             keys, values = self._pool.keys[index], self._pool.values[index]
-            gemm.linear(x, layer.qkv, qkv, tiles.qkv, tiles.block_m, pdl=pdl)
-            norm.rope_write(
-                qkv,
-                query,
-                keys,
-                values,
-                self._slots,
-                self._positions,
-                self._count,
-                model.cos,
-                model.sin,
-                pdl,
-            )
+            gemm.linear(x, layer.qkv, qkv, tiles.qkv, pdl=pdl)
             attention.decode_attention(
-                query,
+                qkv[0],
                 keys,
                 values,
                 table,
+                model.cos,
+                model.sin,
                 self._work,
-                self._count,
                 mixed,
                 config.head_dim**-0.5,
                 self._programs,
                 pdl=pdl,
             )
             flat = mixed.view(bucket, -1)
-            gemm.linear(flat, layer.attention_out, out, tiles.out, tiles.block_m, out_splits, pdl=pdl)
+            gemm.linear(flat, layer.attention_out, out, tiles.out, out_splits, pdl=pdl)
             norm.sandwich(out, residual, layer.attention_norm, layer.mlp_input_norm, x, eps, pdl)
-            gemm.gate_up(x, layer.gate_up, inner, tiles.gate_up, tiles.block_m, pdl)
-            gemm.linear(inner, layer.down, down, tiles.down, tiles.block_m, down_splits, pdl=pdl)
+            gemm.gate_up(x, layer.gate_up, inner, tiles.gate_up, pdl)
+            gemm.linear(inner, layer.down, down, tiles.down, down_splits, pdl=pdl)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else model.final_norm
             norm.sandwich(down, residual, layer.mlp_norm, following, x, eps, pdl)
 
@@ -458,7 +449,6 @@ class CudaRounds:
             model.lm_head,
             logits,
             tiles.lm_head,
-            tiles.block_m,
             index=self._exits,
             count=self._exit_count,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ouro_kernels.norm import rms_norm
-from ouro_kernels.triton_ops import attention
+from ouro_kernels.triton_ops import attention, prefill
 from ouro_kernels.triton_ops.attention import WorkList
 
 pytestmark = pytest.mark.gpu
@@ -45,9 +45,11 @@ def test_linear_is_right_and_the_same_at_every_row_count(
         (1, 16, True),
     ):
         block = min(block_m, 32) if narrow else block_m
-        tile = gemm.GemmTile(64, 32 if narrow else min(128, inner // splits), 4, 2, swap and not narrow)
+        tile = gemm.GemmTile(
+            block, 64, 32 if narrow else min(128, inner // splits), 4, 2, swap and not narrow
+        )
         out = poisoned(splits, rows, columns, dtype=torch.float32)
-        gemm.linear(x[:rows], weight, out, tile, block, splits)
+        gemm.linear(x[:rows], weight, out, tile, splits)
         if reference is None:
             reference = out
             assert relative_error(out, gemm.linear_twin(x, weight, splits)) < tolerance(dtype)
@@ -63,8 +65,8 @@ def test_gathered_rows_past_the_count_are_left_alone(dtype: torch.dtype) -> None
     index = torch.tensor([17, 3, 5, 0], dtype=torch.int32, device="cuda")
     count = torch.tensor([3], dtype=torch.int32, device="cuda")
     out = poisoned(1, 4, 300, dtype=torch.float32)
-    tile = gemm.GemmTile(64, 32, 4, 2)
-    gemm.linear(x, weight, out, tile, 16, index=index, count=count)
+    tile = gemm.GemmTile(16, 64, 32, 4, 2)
+    gemm.linear(x, weight, out, tile, index=index, count=count)
     expected = gemm.linear_twin(x[[17, 3, 5]], weight)
     assert relative_error(out[:, :3], expected) < tolerance(dtype)
     assert torch.isnan(out[:, 3]).all()
@@ -77,9 +79,9 @@ def test_gate_up(dtype: torch.dtype) -> None:
     weight = (torch.randn(2 * 5632, 2048, device="cuda") / 45).to(dtype)
     x = torch.randn(40, 2048, device="cuda").to(dtype)
     narrow = dtype == torch.float32
-    tile = gemm.GemmTile(64, 32 if narrow else 64, 4, 2)
+    tile = gemm.GemmTile(32 if narrow else 64, 64, 32 if narrow else 64, 4, 2)
     out = poisoned(40, 5632, dtype=dtype)
-    gemm.gate_up(x, weight, out, tile, 32 if narrow else 64)
+    gemm.gate_up(x, weight, out, tile)
     assert relative_error(out, gemm.gate_up_twin(x, weight)) < tolerance(dtype)
 
 
@@ -101,33 +103,34 @@ def test_norms(dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [3, 40])
-def test_rope_write(dtype: torch.dtype, rows: int) -> None:
-    """Both launch shapes (by row count); rows past the count and foreign slots stay as they were."""
-    from ouro_kernels.triton_ops import norm
-
-    heads, kv_heads, head_dim, splits = 4, 2, 32, 2
-    qkv = torch.randn(splits, rows, (heads + 2 * kv_heads) * head_dim, device="cuda")
+def test_rope_write(dtype: torch.dtype) -> None:
+    """Right, to slots and side by side; foreign slots and places stay as they were."""
+    rows, heads, kv_heads, head_dim = 40, 4, 2, 32
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim, device="cuda").to(dtype)
     angle = torch.rand(100, head_dim // 2, device="cuda")
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     positions = torch.randint(0, 100, (rows,), device="cuda", dtype=torch.int32)
-    slots = torch.randperm(200, device="cuda")[:rows].int()
+    slots, places = (torch.randperm(200, device="cuda")[:rows].int() for _ in range(2))
     keys, values = (poisoned(200, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    packed_keys, packed_values = (poisoned(200, kv_heads * head_dim, dtype=dtype) for _ in range(2))
     query = poisoned(rows, heads, head_dim, dtype=dtype)
-    count = torch.tensor([rows - 1], dtype=torch.int32, device="cuda")
-    norm.rope_write(qkv, query, keys, values, slots, positions, count, cos, sin)
-    expected = norm.rope_write_twin(qkv, heads, kv_heads, positions.long(), cos, sin)
-    written = slots[:-1].long()
-    for got, wanted in zip((query[:-1], keys[written], values[written]), expected, strict=True):
-        assert relative_error(got, wanted[:-1]) < tolerance(dtype)
-    assert torch.isnan(query[-1]).all()
-    assert int(torch.isnan(keys).any(-1).any(-1).sum()) == 200 - (rows - 1)
+    prefill.rope_write(
+        qkv, query, keys, values, slots, positions, places, packed_keys, packed_values, cos, sin
+    )
+    expected = prefill.rope_twin(qkv, heads, kv_heads, positions.long(), cos, sin)
+    for got, wanted in zip((query, keys[slots.long()], values[slots.long()]), expected, strict=True):
+        assert relative_error(got, wanted) < tolerance(dtype)
+    for packed, whole in ((packed_keys, keys), (packed_values, values)):
+        assert torch.equal(packed[places.long()].view(rows, kv_heads, -1), whole[slots.long()])
+        assert int(torch.isnan(packed).any(-1).sum()) == 200 - rows
+        assert int(torch.isnan(whole).any(-1).any(-1).sum()) == 200 - rows
 
 
 def lanes(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """(query, keys, values, table, table_index, lengths); slots outside the lanes hold NaN."""
+    """(qkv, keys, values, table, table_index, lengths); slots outside the lanes hold NaN, and so do
+    those of the last positions, which attention writes."""
     longest = max(lengths)
     slots = torch.randperm(len(lengths) * longest + 100, device="cuda")
     keys, values = (poisoned(len(slots), kv_heads, head_dim, dtype=dtype) for _ in range(2))
@@ -137,77 +140,90 @@ def lanes(
         mine = slots[taken : taken + length]
         taken += length
         table[2 * lane + 1, :length] = mine.int()
-        keys[mine] = torch.randn(length, kv_heads, head_dim, device="cuda").to(dtype)
-        values[mine] = torch.randn(length, kv_heads, head_dim, device="cuda").to(dtype)
-    query = torch.randn(len(lengths), heads, head_dim, device="cuda").to(dtype)
+        keys[mine[:-1]] = torch.randn(length - 1, kv_heads, head_dim, device="cuda").to(dtype)
+        values[mine[:-1]] = torch.randn(length - 1, kv_heads, head_dim, device="cuda").to(dtype)
+    qkv = torch.randn(len(lengths), (heads + 2 * kv_heads) * head_dim, device="cuda").to(dtype)
     index = torch.arange(len(lengths), device="cuda", dtype=torch.int32) * 2 + 1
-    return query, keys, values, table, index, torch.tensor(lengths, dtype=torch.int32, device="cuda")
-
-
-def group_of(length: int) -> int:
-    return attention.SHORT_GROUP if length <= attention.SHORT_LENGTH else attention.LONG_GROUP
-
-
-def make_work(lengths: list[int], heads: int, head_dim: int, *, fine: bool) -> WorkList:
-    """The list that ``begin_round_kernel`` would make."""
-    starts = [list(range(0, n, attention.TILE if fine else group_of(n))) for n in lengths]
-    full = [(lane, at) for lane, mine in enumerate(starts) for at in mine[:-1]]
-    items = full + [(lane, mine[-1]) for lane, mine in enumerate(starts)]
-    work = WorkList(max(len(lengths), len(items)), max(lengths), heads, head_dim, torch.device("cuda"))
-    work.table_index, work.length = work.table_index[: len(lengths)], work.length[: len(lengths)]
-    work.length[:] = torch.tensor(lengths)
-    work.table_index[:] = torch.arange(len(lengths))
-    firsts = [sum(len(mine) - 1 for mine in starts[:lane]) for lane in range(len(lengths))]
-    work.first_item[: len(lengths)] = torch.tensor(firsts)
-    work.item_lane[: len(items)] = torch.tensor([lane for lane, _ in items])
-    work.item_start[: len(items)] = torch.tensor([at for _, at in items])
-    work.num_items[0], work.num_full[0], work.fine[0] = len(items), len(full), fine
-    return work
+    return qkv, keys, values, table, index, torch.tensor(lengths, dtype=torch.int32, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 16, 128), (4, 2, 64), (4, 2, 16)])
 def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Right, and bit-identical alone and in company."""
-    lengths = [1, 31, 128, 129, 1000, 2048, 2049, 5000]
-    query, keys, values, table, index, length = lanes(lengths, heads, kv_heads, head_dim, dtype)
+    """Right, and bit-identical alone and in company, with many programs and few."""
+    lengths = [1, 31, 128, 129, 1000, 4096, 4097, 9000, 40000]
+    qkv, keys, values, table, index, length = lanes(lengths, heads, kv_heads, head_dim, dtype)
+    angle = torch.rand(40000, head_dim // 2, device="cuda")
+    angles = angle.cos().to(dtype), angle.sin().to(dtype)
     scale = head_dim**-0.5
+    work = WorkList(len(lengths), max(lengths), heads, head_dim, qkv.device)
 
-    def run(chosen: list[int], *, fine: bool) -> torch.Tensor:
-        work = make_work([lengths[lane] for lane in chosen], heads, head_dim, fine=fine)
-        work.table_index[:] = index[chosen]
+    def run(chosen: list[int], programs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(output, keys, values); outputs of lanes that do not run hold NaN."""
+        work.fill(index[chosen].tolist(), [lengths[lane] for lane in chosen])
         work.partial.fill_(torch.nan)
-        count = torch.tensor([len(chosen)], dtype=torch.int32, device="cuda")
-        out = poisoned(len(chosen), heads, head_dim, dtype=dtype)
-        attention.decode_attention(query[chosen], keys, values, table, work, count, out, scale, 500)
-        return out
+        own_keys, own_values = keys.clone(), values.clone()
+        out = poisoned(len(lengths), heads, head_dim, dtype=dtype)
+        attention.decode_attention(
+            qkv[chosen], own_keys, own_values, table, *angles, work, out, scale, programs
+        )
+        assert not work.arrived.any()
+        return out, own_keys, own_values
 
-    whole = run(list(range(len(lengths))), fine=False)
-    expected = attention.decode_attention_twin(query, keys, values, table, index, length, scale)
+    whole, new_keys, new_values = run(list(range(len(lengths))), 500)
+    wanted_keys, wanted_values = keys.clone(), values.clone()
+    expected = attention.decode_attention_twin(
+        qkv, wanted_keys, wanted_values, table, *angles, index, length, scale
+    )
     assert relative_error(whole, expected) < tolerance(dtype)
+    torch.testing.assert_close(new_keys, wanted_keys, equal_nan=True)
+    assert torch.equal(new_values.nan_to_num(7), wanted_values.nan_to_num(7))
     for lane in range(len(lengths)):
-        for fine in (False, True):
-            assert torch.equal(run([lane], fine=fine)[0], whole[lane]), (lengths[lane], fine)
+        out, _, _ = run([lane], 10_000)
+        assert torch.equal(out[0], whole[lane]), lengths[lane]
+        assert torch.isnan(out[1:]).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 16, 128), (4, 2, 64)])
-def test_prefill_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Right, and bit-identical for every chunk of a row and beside other rows."""
-    from ouro_kernels.triton_ops.prefill import PrefillBlocks, prefill_attention
-
+@pytest.mark.parametrize("capacity", [768, 4096])
+def test_prefill_attention(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, capacity: int
+) -> None:
+    """Right, and bit-identical for every chunk of a row and beside other rows, in one group or several."""
     block_q, block_k = (64, 32) if dtype == torch.float32 else (128, 64)
     lengths = [700, 301]
-    _, keys, values, table, _, _ = lanes(lengths, heads, kv_heads, head_dim, dtype)
+    _, keys, values, table, _, _ = lanes([length + 1 for length in lengths], heads, kv_heads, head_dim, dtype)
     scale = head_dim**-0.5
     queries = [torch.randn(n, heads, head_dim, device="cuda").to(dtype) for n in lengths]
+    packed = prefill.PackedKV(capacity, kv_heads, head_dim, block_k, dtype, keys.device)
+
+    def ints(values: list[object]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
 
     def run(segments: list[tuple[int, int, int]]) -> torch.Tensor:
-        plan = PrefillBlocks([(2 * lane + 1, start, end) for lane, start, end in segments], block_q)
-        blocks = torch.tensor(plan.columns, dtype=torch.int32, device="cuda")
-        packed = torch.cat([queries[lane][start:end] for lane, start, end in segments])
-        out = poisoned(*packed.shape, dtype=dtype)
-        prefill_attention(packed, keys, values, table, blocks, 0, out, scale, block_q, block_k)
+        query = torch.cat([queries[lane][start:end] for lane, start, end in segments])
+        out = poisoned(*query.shape, dtype=dtype)
+        slots = torch.cat([table[2 * lane + 1, start:end] for lane, start, end in segments]).long()
+        packed.keys.fill_(torch.nan)
+        packed.values.fill_(torch.nan)
+        plan = [(2 * lane + 1, start, end) for lane, start, end in segments]
+        for group in prefill.plan_groups(plan, block_q, block_k, capacity):
+            mine = slice(group.first, group.end)
+            packed.keys[group.places] = keys[slots[mine]].view(-1, kv_heads * head_dim)
+            packed.values[group.places] = values[slots[mine]].view(-1, kv_heads * head_dim)
+            copies = ints(group.copies).view(-1, 4)
+            prefill.gather(keys, values, table, copies, 0, packed.keys, packed.values)
+            prefill.prefill_attention(
+                query[mine],
+                packed.key_tiles,
+                packed.value_tiles,
+                ints(group.blocks),
+                out[mine],
+                scale,
+                kv_heads,
+                block_q,
+            )
         return out
 
     whole = [run([(lane, 0, length)]) for lane, length in enumerate(lengths)]

@@ -1,12 +1,12 @@
-"""Decode attention at page size 1 over a device-built work list.
+"""Decode attention at page size 1 over a device-built work list, rope and K/V write included.
 
 Bits: a lane's keys are cut into tiles of ``TILE`` tokens at absolute positions and, by the lane's own
 length, groups of ``group_size`` tokens. Each tile has its own maximum, sum and weighted values; the
-tiles of a group are merged in order, then the groups in order, always by ``_merge``. Who computes
-what may depend on the batch: a work item is one tile (few lanes: more programs) or one group (many
-lanes: fewer partial results), and both give the same chain of operations. The list is built once per
-round on the device and read by all layers; programs are persistent, so one captured launch serves
-any lengths. Slot offsets are int64.
+tiles of a group are merged in order, then the groups in order, always by ``_merge``. Who computes what
+may depend on the batch: a work item is a tile (few lanes: more programs) or a group (many lanes: fewer
+partial results), and both give the same chain of operations; whichever program of a lane and head
+finishes last merges. The list is built once per round on the device and read by all layers; programs
+are persistent, so one captured launch serves any lengths. Slot offsets are int64.
 """
 
 from __future__ import annotations
@@ -24,24 +24,12 @@ SHORT_GROUP = 512
 LONG_GROUP = 1024
 FINE_TILES = 768  # up to so many tiles in a round, an item is a tile
 UNROLL = 16  # partial results whose loads are in flight together
+MAX_REGISTERS = 128  # of a thread: eight programs per SM
 
 
 @triton.jit
 def group_size(length, SHORT_LENGTH: tl.constexpr, SHORT_GROUP: tl.constexpr, LONG_GROUP: tl.constexpr):
     return tl.where(length <= SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
-
-
-@triton.jit
-def item_span(
-    fine,
-    length,
-    TILE: tl.constexpr,
-    SHORT_LENGTH: tl.constexpr,
-    SHORT_GROUP: tl.constexpr,
-    LONG_GROUP: tl.constexpr,
-):
-    """Tokens of one work item of a lane."""
-    return tl.where(fine != 0, TILE, group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP))
 
 
 @triton.jit
@@ -54,20 +42,68 @@ def _merge(peak, total, acc, new_peak, new_total, new_acc):
 
 
 @triton.jit
+def _rotated(x_ptr, cos_ptr, sin_ptr, D: tl.constexpr, kind: tl.constexpr):
+    """Rotary embedding of one head [D], products rounded apart as in the plain model."""
+    d = tl.arange(0, D)
+    HALF: tl.constexpr = D // 2
+    x = tl.load(x_ptr + d).to(tl.float32)
+    partner = tl.load(x_ptr + (d ^ HALF)).to(tl.float32)
+    cos = tl.load(cos_ptr + d % HALF).to(tl.float32)
+    sin = tl.load(sin_ptr + d % HALF).to(tl.float32)
+    same = (x * cos).to(kind).to(tl.float32)
+    crossed = (partner * sin).to(kind).to(tl.float32)
+    return tl.where(d < HALF, same - crossed, same + crossed).to(kind)
+
+
+@triton.jit
+def _merge_run(
+    partial_ptr,
+    peak_ptr,
+    total_ptr,
+    begin,
+    end,
+    head,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Merge the partial results at places ``begin .. end - 1`` in order, from L2: other programs wrote
+    them. A place past the end adds exact zeros."""
+    d = tl.arange(0, D)
+    peak = -float("inf")
+    total = 0.0
+    acc = tl.zeros((D,), tl.float32)
+    for start in tl.range(begin, end, UNROLL):
+        for offset in tl.static_range(UNROLL):
+            at = (start + offset) * HEADS + head
+            exists = start + offset < end
+            part_peak = tl.load(peak_ptr + at, mask=exists, other=-float("inf"), cache_modifier=".cg")
+            part_total = tl.load(total_ptr + at, mask=exists, other=0.0, cache_modifier=".cg")
+            part = tl.load(partial_ptr + at * D + d, mask=exists, other=0.0, cache_modifier=".cg")
+            peak, total, acc = _merge(peak, total, acc, part_peak, part_total, part)
+    return peak, total, acc
+
+
+@triton.jit
 def _decode_kernel(
-    query_ptr,
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
     keys_ptr,
     values_ptr,
     table_ptr,
     table_index_ptr,
     length_ptr,
+    first_item_ptr,
     item_lane_ptr,
     item_start_ptr,
-    fine_ptr,
     num_items_ptr,
+    fine_ptr,
     partial_ptr,
     peak_ptr,
     total_ptr,
+    arrived_ptr,
+    out_ptr,
     table_stride,
     scale,
     HEADS: tl.constexpr,
@@ -77,37 +113,54 @@ def _decode_kernel(
     SHORT_LENGTH: tl.constexpr,
     SHORT_GROUP: tl.constexpr,
     LONG_GROUP: tl.constexpr,
+    UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     items = tl.load(num_items_ptr) * HEADS
-    fine = tl.load(fine_ptr)
+    fine = tl.load(fine_ptr) != 0
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
+    kind = out_ptr.dtype.element_ty
+    HALF: tl.constexpr = D // 2
+    SHARE: tl.constexpr = HEADS // KV_HEADS
     if PDL:
         # the work list is older than the kernel before this one, and so are most keys and values
-        if fine != 0 and tl.program_id(0) < items:
+        if fine and tl.program_id(0) < items:
             item = tl.program_id(0) // HEADS
             lane = tl.load(item_lane_ptr + item)
-            at = tl.load(item_start_ptr + item) + t
+            length = tl.load(length_ptr + lane)
             table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
-            slot = tl.load(table + at, mask=at < tl.load(length_ptr + lane), other=0).to(tl.int64)
-            line = ((tl.program_id(0) % HEADS) // (HEADS // KV_HEADS)) * D + slot * (KV_HEADS * D)
+            line = ((tl.program_id(0) % HEADS) // SHARE) * D
+            at = tl.load(item_start_ptr + item) + t
+            slot = tl.load(table + at, mask=at < length, other=0).to(tl.int64)
             for part in tl.static_range(0, D, 64):
-                prefetch(keys_ptr + line + part)
-                prefetch(values_ptr + line + part)
+                prefetch(keys_ptr + slot * (KV_HEADS * D) + line + part)
+                prefetch(values_ptr + slot * (KV_HEADS * D) + line + part)
         gdc_wait()
     for work in tl.range(tl.program_id(0), items, tl.num_programs(0)):
         item = work // HEADS
         head = work % HEADS
+        kv_head = head // SHARE
         lane = tl.load(item_lane_ptr + item)
         low = tl.load(item_start_ptr + item)
         length = tl.load(length_ptr + lane)
-        span = item_span(fine, length, TILE, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
+        first = tl.load(first_item_ptr + lane).to(tl.int64)
+        group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
+        span = tl.where(fine, TILE, group)
         high = tl.minimum(low + span, length)
         table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
-        query = tl.load(query_ptr + (lane * HEADS + head) * D + d).to(tl.float32) * scale
-        inner = (head // (HEADS // KV_HEADS)) * D + d[None, :]
+        own = qkv_ptr + lane.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
+        cos = cos_ptr + (length - 1).to(tl.int64) * HALF
+        sin = sin_ptr + (length - 1).to(tl.int64) * HALF
+        query = _rotated(own + head * D, cos, sin, D, kind).to(tl.float32) * scale
+        if high == length:
+            # heads that share a key head write the same bytes; each reads its own write
+            slot = tl.load(table + length - 1).to(tl.int64) * (KV_HEADS * D) + kv_head * D
+            tl.store(keys_ptr + slot + d, _rotated(own + (HEADS + kv_head) * D, cos, sin, D, kind))
+            tl.store(values_ptr + slot + d, tl.load(own + (HEADS + KV_HEADS + kv_head) * D + d))
+            tl.debug_barrier()
+        inner = kv_head * D + d[None, :]
         peak = -float("inf")
         total = 0.0
         acc = tl.zeros((D,), tl.float32)
@@ -124,121 +177,40 @@ def _decode_kernel(
             weight = tl.exp2(score - tile_peak)
             tile_acc = tl.sum(weight[:, None] * value.to(tl.float32), 0)
             peak, total, acc = _merge(peak, total, acc, tile_peak, tl.sum(weight, 0), tile_acc)
-        out = item.to(tl.int64) * HEADS + head
+        out = (first + low // span) * HEADS + head
         tl.store(partial_ptr + out * D + d, acc)
         tl.store(peak_ptr + out, peak)
         tl.store(total_ptr + out, total)
-    if PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def _merge_run(
-    partial_ptr,
-    peak_ptr,
-    total_ptr,
-    first,
-    last,
-    items,
-    begin,
-    end,
-    head,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Merge items ``begin .. end - 1`` of a lane's ``items`` in order. Its first stands at place
-    ``first`` of the list, its last at ``last``. A place past the end adds exact zeros."""
-    d = tl.arange(0, D)
-    peak = -float("inf")
-    total = 0.0
-    acc = tl.zeros((D,), tl.float32)
-    for start in tl.range(begin, end, UNROLL):
-        for offset in tl.static_range(UNROLL):
-            item = start + offset
-            exists = item < end
-            at = tl.where(item == items - 1, last, first + item) * HEADS + head
-            item_peak = tl.load(peak_ptr + at, mask=exists, other=-float("inf"))
-            item_total = tl.load(total_ptr + at, mask=exists, other=0.0)
-            part = tl.load(partial_ptr + at * D + d, mask=exists, other=0.0)
-            peak, total, acc = _merge(peak, total, acc, item_peak, item_total, part)
-    return peak, total, acc
-
-
-@triton.jit
-def _merge_kernel(
-    partial_ptr,
-    peak_ptr,
-    total_ptr,
-    length_ptr,
-    first_item_ptr,
-    num_full_ptr,
-    fine_ptr,
-    count_ptr,
-    out_ptr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    TILE: tl.constexpr,
-    SHORT_LENGTH: tl.constexpr,
-    SHORT_GROUP: tl.constexpr,
-    LONG_GROUP: tl.constexpr,
-    UNROLL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    lane = tl.program_id(0)
-    if lane < tl.load(count_ptr):
-        head = tl.program_id(1)
-        d = tl.arange(0, D)
-        length = tl.load(length_ptr + lane)
-        group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
-        first = tl.load(first_item_ptr + lane).to(tl.int64)
-        last = tl.load(num_full_ptr).to(tl.int64) + lane
-        peak = -float("inf")
-        total = 0.0
-        acc = tl.zeros((D,), tl.float32)
-        if tl.load(fine_ptr) != 0:
-            tiles = tl.cdiv(length, TILE)
-            for begin in tl.range(0, tiles, group // TILE):
-                end = tl.minimum(begin + group // TILE, tiles)
-                group_peak, group_total, group_acc = _merge_run(
+        tl.debug_barrier()  # the whole program's stores come before its arrival
+        arrived = arrived_ptr + lane * HEADS + head
+        mine = tl.cdiv(length, span)
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == mine - 1:
+            tl.store(arrived, 0)
+            end = first + mine
+            peak = -float("inf")
+            total = 0.0
+            acc = tl.zeros((D,), tl.float32)
+            run = tl.where(fine, group // TILE, mine)
+            for begin in tl.range(first, end, run):
+                run_peak, run_total, run_acc = _merge_run(
                     partial_ptr,
                     peak_ptr,
                     total_ptr,
-                    first,
-                    last,
-                    tiles,
                     begin,
-                    end,
+                    tl.minimum(begin + run, end),
                     head,
                     HEADS,
                     D,
                     UNROLL,
                 )
-                peak, total, acc = _merge(peak, total, acc, group_peak, group_total, group_acc)
-        else:
-            groups = tl.cdiv(length, group)
-            peak, total, acc = _merge_run(
-                partial_ptr,
-                peak_ptr,
-                total_ptr,
-                first,
-                last,
-                groups,
-                0,
-                groups,
-                head,
-                HEADS,
-                D,
-                UNROLL,
-            )
-        tl.store(out_ptr + (lane * HEADS + head) * D + d, (acc / total).to(out_ptr.dtype.element_ty))
+                peak, total, acc = _merge(peak, total, acc, run_peak, run_total, run_acc)
+            place = out_ptr + (lane.to(tl.int64) * HEADS + head) * D + d
+            tl.store(place, (acc / total).to(kind))
+    if PDL:
+        gdc_launch_dependents()
 
 
 SIZES = {
-    "TILE": TILE,
     "SHORT_LENGTH": SHORT_LENGTH,
     "SHORT_GROUP": SHORT_GROUP,
     "LONG_GROUP": LONG_GROUP,
@@ -255,11 +227,12 @@ class WorkList:
     """Buffers of one round's attention work, for up to ``max_lanes`` lanes. Integers are int32.
 
     ``table_index`` [lanes]: row of the flat slot table [T * rows, max_length] of each lane;
-    ``length`` [lanes]; ``item_lane`` and ``item_start`` (a position) [items]. All but the last item of
-    every lane come first in the list, those of a lane from place ``first_item`` [lanes] on; there are
-    ``num_full`` [1] of them, all of one length, so the programs share them evenly. Behind them stands
-    each lane's last item, shorter or not. ``num_items`` [1]; ``fine`` [1]: 1 if an item is a tile, 0 if
-    it is a group. Partial results: ``partial`` fp32 [items, heads, D], ``peak``, ``total`` [items, heads].
+    ``length`` [lanes], the position of the lane's new token included; ``item_lane`` and ``item_start``
+    (a position) [items]. All but the last item of every lane come first in the list, all of about one
+    length, so that the programs share them evenly. ``num_items`` [1]; ``fine`` [1]: 1 if an item is a
+    tile, 0 if it is a group. Partial results lie by lane, from place ``first_item`` [lanes] on:
+    ``partial`` fp32 [items, heads, D], ``peak``, ``total`` [items, heads]. ``arrived`` [lanes * heads]
+    counts those that are there; zero between launches.
     """
 
     def __init__(
@@ -275,18 +248,39 @@ class WorkList:
 
         self.table_index, self.length, self.first_item = ints(max_lanes), ints(max_lanes), ints(max_lanes)
         self.item_lane, self.item_start = ints(items), ints(items)
-        self.num_items, self.num_full, self.fine = ints(1), ints(1), ints(1)
+        self.num_items, self.fine, self.arrived = ints(1), ints(1), ints(max_lanes * heads)
         self.partial = numbers(items, heads, head_dim)
         self.peak, self.total = numbers(items, heads), numbers(items, heads)
 
+    def fill(self, table_index: list[int], lengths: list[int]) -> None:
+        """What ``begin_round_kernel`` writes for such lanes."""
+        fine = sum(-(-length // TILE) for length in lengths) <= FINE_TILES
+        groups = [SHORT_GROUP if length <= SHORT_LENGTH else LONG_GROUP for length in lengths]
+        spans = [TILE if fine else group for group in groups]
+        starts = [range(0, length, span) for length, span in zip(lengths, spans, strict=True)]
+        full = [(lane, at) for lane, mine in enumerate(starts) for at in mine[:-1]]
+        items = full + [(lane, mine[-1]) for lane, mine in enumerate(starts)]
+        first = [sum(map(len, starts[:lane])) for lane in range(len(lengths))]
+        for target, values in (
+            (self.table_index, table_index),
+            (self.length, lengths),
+            (self.first_item, first),
+            (self.item_lane, [lane for lane, _ in items]),
+            (self.item_start, [at for _, at in items]),
+            (self.num_items, [len(items)]),
+            (self.fine, [int(fine)]),
+        ):
+            target[: len(values)] = torch.tensor(values, dtype=torch.int32)
+
 
 def decode_attention(
-    query: torch.Tensor,
+    qkv: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     table: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
     work: WorkList,
-    count: torch.Tensor,
     out: torch.Tensor,
     scale: float,
     programs: int,
@@ -294,74 +288,72 @@ def decode_attention(
     warps: int = 2,
     pdl: bool = False,
 ) -> None:
-    """One query per lane over its own slots, for the first ``count`` lanes.
+    """Per lane of ``work``: K and V of its new position to their slot, then attention over all its slots.
 
-    query, out [B, heads, D]; keys, values [num_slots, kv_heads, D] of one layer; table int32
-    [T * rows, max_length].
+    qkv [B, (heads + 2 kv_heads) * D], before rope; keys, values [num_slots, kv_heads, D] of one layer;
+    table int32 [T * rows, max_length]; cos, sin [max_position, D / 2]; out [B, heads, D]. Lanes that
+    ``work`` does not hold are not written.
     """
-    lanes, heads, head_dim = query.shape
-    extra = pdl_launch(pdl)
+    _, heads, head_dim = out.shape
     _decode_kernel[(programs,)](
-        query,
+        qkv,
+        cos,
+        sin,
         keys,
         values,
         table,
         work.table_index,
         work.length,
+        work.first_item,
         work.item_lane,
         work.item_start,
-        work.fine,
         work.num_items,
+        work.fine,
         work.partial,
         work.peak,
         work.total,
+        work.arrived,
+        out,
         table.shape[1],
         scale * 1.4426950408889634,
         HEADS=heads,
         KV_HEADS=keys.shape[1],
         D=head_dim,
+        TILE=TILE,
+        UNROLL=UNROLL,
         STAGES=stages,
         **SIZES,
         PDL=pdl,
         num_warps=warps,
-        **extra,
-    )
-    _merge_kernel[(lanes, heads)](
-        work.partial,
-        work.peak,
-        work.total,
-        work.length,
-        work.first_item,
-        work.num_full,
-        work.fine,
-        count,
-        out,
-        HEADS=heads,
-        D=head_dim,
-        UNROLL=UNROLL,
-        PDL=pdl,
-        num_warps=1,
-        **SIZES,
-        **extra,
+        maxnreg=MAX_REGISTERS,
+        **pdl_launch(pdl),
     )
 
 
 def decode_attention_twin(
-    query: torch.Tensor,
+    qkv: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     table: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
     table_index: torch.Tensor,
     length: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """[lanes, heads, D] fp32, one lane at a time."""
-    group = query.shape[1] // keys.shape[1]
+    """[lanes, heads, D] fp32, one lane at a time; writes K and V as the kernel does."""
+    from ouro_kernels.triton_ops.prefill import rope_twin
+
+    kv_heads, head_dim = keys.shape[1:]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    positions = (length - 1).long()
+    query, key, value = rope_twin(qkv, heads, kv_heads, positions, cos, sin)
     rows = []
-    for lane in range(query.shape[0]):
+    for lane in range(len(qkv)):
         slots = table[int(table_index[lane]), : int(length[lane])].long()
-        key = keys[slots].float().repeat_interleave(group, 1)
-        value = values[slots].float().repeat_interleave(group, 1)
-        score = torch.einsum("hd,nhd->hn", query[lane].float(), key) * scale
-        rows.append(torch.einsum("hn,nhd->hd", torch.softmax(score, -1), value))
+        keys[slots[-1]], values[slots[-1]] = key[lane], value[lane]
+        all_keys = keys[slots].float().repeat_interleave(heads // kv_heads, 1)
+        all_values = values[slots].float().repeat_interleave(heads // kv_heads, 1)
+        score = torch.einsum("hd,nhd->hn", query[lane].float(), all_keys) * scale
+        rows.append(torch.einsum("hn,nhd->hd", torch.softmax(score, -1), all_values))
     return torch.stack(rows)

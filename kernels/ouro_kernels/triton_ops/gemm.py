@@ -14,18 +14,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-PREFETCH_LINES = 8  # 128-byte lines of each weight row asked for ahead, with PDL
-
 
 @dataclass(frozen=True)
 class GemmTile:
-    """Launch shape of one product. ``swap``: the weight is the M operand of the tensor core."""
+    """Launch shape of one product: rows, weight rows and inner elements of a tile. ``swap``: the weight
+    is the M operand of the tensor core; ``early``: with PDL, let the next kernel start at once."""
 
+    block_m: int
     block_n: int
     block_k: int
     warps: int
     stages: int
     swap: bool = False
+    early: bool = False
 
 
 @triton.jit
@@ -60,18 +61,13 @@ def _linear_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     first = tl.program_id(1) * BM
     if PDL:
-        ahead: tl.constexpr = min(K // SPLIT // 64, PREFETCH)
-        columns = tl.program_id(0) * BN + tl.arange(0, BN)
-        columns = tl.minimum(columns, N - 1)[:, None].to(tl.int64)
-        start = tl.program_id(2) * (K // SPLIT)
-        for line in tl.static_range(0, ahead, 8):
-            lines = tl.minimum(line + tl.arange(0, 8), ahead - 1)[None, :]
-            prefetch(w_ptr + columns * K + start + lines * 64)
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     if GATHER:  # rows come from a device-built list; none left: return at once
         count = tl.load(count_ptr)
         if first >= count:
@@ -99,7 +95,7 @@ def _linear_kernel(
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
         x += BK
         w += BK
-    if PDL:
+    if PDL and not EARLY:
         gdc_launch_dependents()
     if SWAP:
         acc = acc.T
@@ -112,7 +108,6 @@ def linear(
     weight: torch.Tensor,
     out: torch.Tensor,
     tile: GemmTile,
-    block_m: int,
     splits: int = 1,
     index: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
@@ -125,7 +120,7 @@ def linear(
     at or past ``count`` are not written.
     """
     rows, columns, inner = out.shape[-2], weight.shape[0], weight.shape[1]
-    grid = (triton.cdiv(columns, tile.block_n), triton.cdiv(rows, block_m), splits)
+    grid = (triton.cdiv(columns, tile.block_n), triton.cdiv(rows, tile.block_m), splits)
     _linear_kernel[grid](
         x,
         index,
@@ -136,7 +131,7 @@ def linear(
         columns,
         K=inner,
         SPLIT=splits,
-        BM=block_m,
+        BM=tile.block_m,
         BN=tile.block_n,
         BK=tile.block_k,
         SWAP=tile.swap,
@@ -144,7 +139,7 @@ def linear(
         STAGES=tile.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        PREFETCH=PREFETCH_LINES,
+        EARLY=tile.early,
         num_warps=tile.warps,
         **pdl_launch(pdl),
     )
@@ -176,17 +171,12 @@ def _gate_up_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     if PDL:
-        columns = tl.program_id(0) * BN + tl.arange(0, BN)
-        columns = tl.minimum(columns, F - 1)[:, None].to(tl.int64)
-        ahead: tl.constexpr = min(K // 64, PREFETCH)
-        for line in tl.static_range(0, ahead, 8):
-            offset = columns * K + tl.minimum(line + tl.arange(0, 8), ahead - 1)[None, :] * 64
-            prefetch(w_ptr + offset)
-            prefetch(w_ptr + F * K + offset)
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rk = tl.arange(0, BK)
@@ -214,7 +204,7 @@ def _gate_up_kernel(
         x += BK
         gate_w += BK
         up_w += BK
-    if PDL:
+    if PDL and not EARLY:
         gdc_launch_dependents()
     if SWAP:
         gate = gate.T
@@ -232,12 +222,11 @@ def gate_up(
     weight: torch.Tensor,
     out: torch.Tensor,
     tile: GemmTile,
-    block_m: int,
     pdl: bool = False,
 ) -> None:
     """out [B, F] = silu(x @ gate.T) * (x @ up.T); weight [2 F, K] holds gate, then up."""
     rows, width = out.shape
-    grid = (triton.cdiv(width, tile.block_n), triton.cdiv(rows, block_m))
+    grid = (triton.cdiv(width, tile.block_n), triton.cdiv(rows, tile.block_m))
     _gate_up_kernel[grid](
         x,
         weight,
@@ -245,14 +234,14 @@ def gate_up(
         rows,
         F=width,
         K=weight.shape[1],
-        BM=block_m,
+        BM=tile.block_m,
         BN=tile.block_n,
         BK=tile.block_k,
         SWAP=tile.swap,
         STAGES=tile.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        PREFETCH=PREFETCH_LINES,
+        EARLY=tile.early,
         num_warps=tile.warps,
         **pdl_launch(pdl),
     )

@@ -1,6 +1,6 @@
-"""Row-wise kernels between the products: partial sums, sandwich norms, residual, rope and KV write.
+"""Row-wise kernels between the products: partial sums, sandwich norms, residual, SwiGLU.
 
-One program per row and, for rope, per head; every reduction is over one row in one fixed order.
+One program per row; every reduction is over one row in one fixed order.
 """
 
 from __future__ import annotations
@@ -131,130 +131,6 @@ def sandwich_twin(
     mixed = partial.float().sum(0).to(residual.dtype)
     residual = residual + rms_norm(mixed, weight_out, eps)
     return residual, rms_norm(residual, weight_in, eps)
-
-
-@triton.jit
-def _rope_write_kernel(
-    qkv_ptr,
-    query_ptr,
-    keys_ptr,
-    values_ptr,
-    slots_ptr,
-    positions_ptr,
-    count_ptr,
-    cos_ptr,
-    sin_ptr,
-    rows,
-    SPLIT: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0)
-    if row >= tl.load(count_ptr):
-        return
-    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
-    HALF: tl.constexpr = D // 2
-    kind = query_ptr.dtype.element_ty
-    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    keep = head < ALL
-    i = tl.arange(0, HALF)[None, :]
-    first = tl.zeros((BLOCK, HALF), tl.float32)
-    second = tl.zeros((BLOCK, HALF), tl.float32)
-    for split in tl.static_range(SPLIT):
-        base = qkv_ptr + ((split * rows + row).to(tl.int64) * ALL + head) * D + i
-        first += tl.load(base, mask=keep, other=0.0).to(tl.float32)
-        second += tl.load(base + HALF, mask=keep, other=0.0).to(tl.float32)
-    first = first.to(kind)
-    second = second.to(kind)
-    position = tl.load(positions_ptr + row).to(tl.int64)
-    cos = tl.load(cos_ptr + position * HALF + i).to(tl.float32)
-    sin = tl.load(sin_ptr + position * HALF + i).to(tl.float32)
-    a = first.to(tl.float32)
-    b = second.to(tl.float32)
-    # products rounded apart, as the plain model does
-    low = ((a * cos).to(kind).to(tl.float32) - (b * sin).to(kind).to(tl.float32)).to(kind)
-    high = ((b * cos).to(kind).to(tl.float32) + (a * sin).to(kind).to(tl.float32)).to(kind)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    is_query = head < HEADS
-    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
-    is_value = (head >= HEADS + KV_HEADS) & keep  # stored as it is
-    query = query_ptr + (row.to(tl.int64) * HEADS + head) * D + i
-    tl.store(query, low, mask=is_query)
-    tl.store(query + HALF, high, mask=is_query)
-    key = keys_ptr + (slot * KV_HEADS + head - HEADS) * D + i
-    tl.store(key, low, mask=is_key)
-    tl.store(key + HALF, high, mask=is_key)
-    value = values_ptr + (slot * KV_HEADS + head - HEADS - KV_HEADS) * D + i
-    tl.store(value, first, mask=is_value)
-    tl.store(value + HALF, second, mask=is_value)
-
-
-def rope_write(
-    qkv: torch.Tensor,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    count: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pdl: bool = False,
-) -> None:
-    """Rotate query and key of the first ``count`` rows; key and value go to their slots.
-
-    qkv [splits, B, (heads + 2 kv_heads) * D] partial sums; query [B, heads, D]; keys, values
-    [num_slots, kv_heads, D] of one layer; slots, positions [B] integers; cos, sin [positions, D / 2].
-    """
-    splits, rows, _ = qkv.shape
-    _, heads, head_dim = query.shape
-    kv_heads = keys.shape[1]
-    # few rows: one head per program, for more of them; many rows: fewer, fuller programs
-    block = 1 if rows <= 16 else min(16, triton.next_power_of_2(heads + 2 * kv_heads))
-    _rope_write_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, block))](
-        qkv,
-        query,
-        keys,
-        values,
-        slots,
-        positions,
-        count,
-        cos,
-        sin,
-        rows,
-        SPLIT=splits,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        D=head_dim,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=1 if block == 1 else 4,
-        **pdl_launch(pdl),
-    )
-
-
-def rope_write_twin(
-    qkv: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(query, key, value) in the dtype of cos."""
-    from ouro_kernels.rope import rope
-
-    head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
-    whole = qkv.float().sum(0).to(cos.dtype).view(-1, heads + 2 * kv_heads, head_dim)
-    query, key, value = whole.split((heads, kv_heads, kv_heads), dim=1)
-    angles = cos[positions], sin[positions]
-    return rope(query, *angles), rope(key, *angles), value
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ouro_kernels.triton_ops.attention import item_span
+from ouro_kernels.triton_ops.attention import group_size
 
 FREE = tl.constexpr(0)
 LIVE = tl.constexpr(2)
@@ -37,7 +37,6 @@ def begin_round_kernel(
     granted_ptr,
     table_ptr,
     lanes_ptr,
-    lane_position_ptr,
     lane_slot_ptr,
     count_ptr,
     table_index_ptr,
@@ -46,7 +45,6 @@ def begin_round_kernel(
     item_lane_ptr,
     item_start_ptr,
     num_items_ptr,
-    num_full_ptr,
     fine_ptr,
     rows,
     table_stride,
@@ -74,20 +72,18 @@ def begin_round_kernel(
     index = depth * rows + r
     slot = tl.load(table_ptr + index * table_stride + position, mask=runs, other=0)
     tl.store(lanes_ptr + lane, r, mask=runs)
-    tl.store(lane_position_ptr + lane, position.to(tl.int32), mask=runs)
     tl.store(lane_slot_ptr + lane, slot, mask=runs)
     tl.store(table_index_ptr + lane, index.to(tl.int32), mask=runs)
     tl.store(length_ptr + lane, length.to(tl.int32), mask=runs)
 
     tiles = tl.sum(tl.where(runs, tl.cdiv(length, TILE), 0).to(tl.int32), 0)
-    fine = (tiles <= FINE_TILES).to(tl.int32)
-    span = item_span(fine, length, TILE, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
+    fine = tiles <= FINE_TILES
+    span = tl.where(fine, TILE, group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP))
     full = tl.where(runs, tl.cdiv(length, span) - 1, 0).to(tl.int32)
     first = tl.cumsum(full, 0) - full
     num_full = tl.sum(full, 0)
-    tl.store(fine_ptr, fine)
-    tl.store(first_item_ptr + lane, first, mask=runs)
-    tl.store(num_full_ptr, num_full)
+    tl.store(fine_ptr, fine.to(tl.int32))
+    tl.store(first_item_ptr + lane, first + lane, mask=runs)
     tl.store(num_items_ptr, num_full + tl.sum(runs.to(tl.int32), 0))
     for item in tl.range(0, tl.max(full, 0)):
         mine = runs & (item < full)
