@@ -54,7 +54,7 @@ def round_bytes(config: OuroConfig, contexts: list[int]) -> int:
 
 @dataclass
 class Bench:
-    """A worker with ``rows`` requests of ``context`` prompt tokens each."""
+    """A worker with ``rows`` requests of ``context`` prompt tokens each, and place for ``spare`` more."""
 
     model: OuroModel
     rows: int
@@ -65,17 +65,19 @@ class Bench:
     graphs: bool = True
     single_stream: bool = False
     pdl: bool = True
+    spare: int = 0
     worker: Worker = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.model.config
         length = self.context + self.outputs
         self.slots_per_row = length * config.total_loops
-        settings = WorkerSettings(self.rows, length, self.rounds_in_flight)
+        all_rows = self.rows + self.spare
+        settings = WorkerSettings(all_rows, length, self.rounds_in_flight)
         device = self.model.device
-        pool = KVPool(config, self.rows * self.slots_per_row, torch.bfloat16, device)
+        pool = KVPool(config, all_rows * self.slots_per_row, torch.bfloat16, device)
         rows = Rows(
-            self.rows,
+            all_rows,
             length,
             config.total_loops,
             config.vocab_size,
@@ -105,25 +107,34 @@ class Bench:
         self.worker.apply(StepPlan(self.plan_id, **parts))
 
     def prefill(self, depths: list[list[int]]) -> float:
-        """Admit and prefill all rows, whose tokens will leave at ``depths[row]``; seconds taken."""
-        config, loops = self.model.config, self.model.config.total_loops
+        """Admit and prefill all rows but the spare ones, whose tokens will leave at ``depths[row]``;
+        seconds taken."""
         torch.cuda.synchronize()
         begin = time.perf_counter()
         self.epoch += 1
-        for row in range(self.rows):
+        self.submit(range(self.rows), depths)
+        # the first token of every row comes from its prompt: then all rows stall
+        self.run_until(tokens=self.rows)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def submit(self, rows: range, depths: list[list[int]]) -> None:
+        """Admit ``rows`` and hand out their chunks."""
+        config = self.model.config
+        for row in rows:
             prompt = torch.randint(10, config.vocab_size, (self.context,)).tolist()
             params = RowParams(
                 self.outputs,
                 temperature=0.0,
                 exit_mode=ExitMode.TRACE,
                 exit_trace=depths[row],
-                max_loops=loops,
+                max_loops=config.total_loops,
             )
             self.apply(admits=[Admit(row, self.epoch, prompt, params)])
         pieces: list[tuple[int, int, int]] = []
         room = 0
         chunks: list[list[tuple[int, int, int]]] = []
-        for row in range(self.rows):
+        for row in rows:
             at = 0
             while at < self.context:
                 if room == 0:
@@ -141,10 +152,6 @@ class Bench:
                 for row, start, end in chunk
             ]
             self.apply(chunks=[Chunk(self.chunk_id, segments)])
-        # the first token of every row comes from its prompt: then all rows stall
-        self.run_until(tokens=self.rows)
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin
 
     def prompt_slots(self, row: int, start: int, end: int) -> list[int]:
         """Consecutive positions of one depth side by side, as the scheduler hands them out."""
@@ -176,12 +183,14 @@ class Bench:
         return seen
 
     def decode(self, depths: list[list[int]]) -> tuple[float, int, int]:
-        """After :meth:`prefill`: (seconds, rounds, tokens) of all remaining output tokens."""
+        """After :meth:`prefill`: (seconds, rounds, tokens) of all remaining output tokens, beside the
+        prefill of the spare rows."""
         torch.cuda.synchronize()
         tokens = self.rows * (self.outputs - 1)
         begin = time.perf_counter()
         self.grant_all(depths)
-        seen = self.run_until(tokens)
+        self.submit(range(self.rows, self.rows + self.spare), depths)
+        seen = self.run_until(tokens + self.spare)
         seconds = time.perf_counter() - begin
         rounds = sum(int(events.round_stats.get("lanes", 0) > 0) for events in seen)
         return seconds, rounds, tokens

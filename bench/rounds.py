@@ -1,6 +1,6 @@
 """Decode rounds against their byte floor, through the worker's real loop.
 
-    python -m bench.rounds [--cells 1024x1,1024x32] [--outputs 24] [--pdl on,off] [--profile]
+    python -m bench.rounds [--cells 1024x1,1024x32] [--outputs 24] [--pdl on,off] [--profile] [--beside]
 
 Needs a CUDA device. Depth is 4 for every token; a round's floor is its bytes over the copy bandwidth
 measured in the same run.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import statistics
 
 import torch
 
@@ -20,11 +22,14 @@ from ouro_sgl.models.ouro import OuroModel
 CELLS = "1024x1,1024x32,1024x128,4096x16,16384x4,65408x1"
 
 
-def run_cell(model: OuroModel, cell: str, outputs: int, copy: float, variant: str, *, profile: bool) -> None:
-    """Print one line for a cell, and with ``profile`` the time of each kernel."""
+def run_cell(
+    model: OuroModel, cell: str, outputs: int, copy: float, variant: str, *, profile: bool, beside: bool
+) -> None:
+    """Print one line for a cell, and with ``profile`` the time of each kernel and between rounds."""
     context, rows = map(int, cell.split("x"))
-    depths = [[4] * outputs for _ in range(rows)]
-    bench = Bench(model, rows, context, outputs, pdl=variant != "off")
+    spare = 1 if beside else 0
+    depths = [[4] * outputs for _ in range(rows + spare)]
+    bench = Bench(model, rows, context, outputs, pdl=variant != "off", spare=spare)
     bench.prefill(depths)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     if profile:
@@ -37,17 +42,34 @@ def run_cell(model: OuroModel, cell: str, outputs: int, copy: float, variant: st
     floor += config.vocab_size * config.hidden_size * 2 // 4  # lm_head in one round of four
     per_round = seconds / rounds
     print(
-        f"{cell} pdl {variant}: {per_round * 1e6:.0f} us per round, {floor / copy / per_round:.0%} of the "
-        f"floor ({floor / copy * 1e6:.0f} us)",
+        f"{cell} pdl {variant}{' beside a prefill' if beside else ''}: {per_round * 1e6:.0f} us per round, "
+        f"{floor / copy / per_round:.1%} of the floor ({floor / copy * 1e6:.0f} us)",
         flush=True,
     )
     if profile:
+        gaps, length = between_rounds(profiler)
+        print(f"    between rounds {gaps:.1f} us, {gaps / length:.1%} of the median round of {length:.0f} us")
         for row in sorted(profiler.key_averages(), key=lambda row: -row.device_time_total)[:14]:
             total = row.device_time_total / rounds
             print(f"    {total:8.1f} us per round  {row.count / rounds:6.1f} x {row.key[:60]}")
     del bench
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def between_rounds(profiler: torch.profiler.profile) -> tuple[float, float]:
+    """Medians in us: from one round's last kernel or copy to the next one's first, and of a whole round."""
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    stream = next(event.device_resource_id for event in events if event.name.startswith("begin_round"))
+    mine = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in events
+        if event.device_resource_id == stream
+    )
+    starts = [index for index, event in enumerate(mine) if event[2].startswith("begin_round") and index]
+    gaps = [mine[index][0] - mine[index - 1][1] for index in starts]
+    rounds = [mine[b][0] - mine[a][0] for a, b in itertools.pairwise(starts)]
+    return statistics.median(gaps), statistics.median(rounds)
 
 
 def main() -> None:
@@ -62,7 +84,10 @@ def main() -> None:
         choices=("on", "off", "on,off"),
         help="programmatic dependent launch",
     )
-    parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the time of each kernel and between rounds"
+    )
+    parser.add_argument("--beside", action="store_true", help="prefill one more prompt meanwhile")
     options = parser.parse_args()
     copy = copy_bandwidth()
     torch.cuda.empty_cache()
@@ -71,7 +96,15 @@ def main() -> None:
     model = make_model(config_1_4b())
     for cell in options.cells.split(","):
         for variant in options.pdl.split(","):
-            run_cell(model, cell, options.outputs, copy, variant, profile=options.profile)
+            run_cell(
+                model,
+                cell,
+                options.outputs,
+                copy,
+                variant,
+                profile=options.profile,
+                beside=options.beside,
+            )
 
 
 if __name__ == "__main__":

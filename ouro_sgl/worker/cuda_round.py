@@ -16,6 +16,7 @@ import triton
 from ouro_kernels.triton_ops import attention, gemm, norm, sampling, state
 
 from ouro_sgl.messages import ExitMode, FinishReason, TopLogprobs
+from ouro_sgl.models.config import OuroConfig
 from ouro_sgl.models.ouro import OuroModel
 from ouro_sgl.worker.kv_pool import KVPool
 from ouro_sgl.worker.round import Head, RoundBlock
@@ -60,6 +61,11 @@ def splits_for(inner: int, wanted: int) -> int:
     return wanted if inner % (wanted * 128) == 0 else 1
 
 
+def split_counts(config: OuroConfig) -> tuple[int, int]:
+    """K splits of the attention output and ``down``: at few rows one split leaves SMs without work."""
+    return splits_for(config.num_heads * config.head_dim, 4), splits_for(config.intermediate_size, 2)
+
+
 def choose_products(model: OuroModel, bucket: int, splits: tuple[int, int]) -> Products:
     """Tiles by bucket, the best of a sweep (``bench/gemm.py``); splits: of ``out`` and ``down``, the
     same in every bucket. fp32 takes small tiles, to fit."""
@@ -73,22 +79,13 @@ def choose_products(model: OuroModel, bucket: int, splits: tuple[int, int]) -> P
             return gemm.GemmTile(min(m, 32), 64, block_k(span, 32), 4, 2)
         return gemm.GemmTile(m, n, block_k(span, k), warps, stages, swap)
 
-    if rows <= 64:
-        return Products(
-            qkv=tile(hidden, rows, 64, 128, 4, 5, swap=True),
-            out=tile(mixed, rows, 64, 128, 4, 5, swap=True),
-            gate_up=tile(hidden, rows, 64, 128, 4, 4, swap=True),
-            down=tile(inner, rows, 64, 128, 4, 5, swap=True)
-            if rows < 64
-            else tile(inner, rows, 32, 128, 4, 5, swap=False),
-            lm_head=tile(hidden, rows, 128, 64, 4, 4, swap=True),
-        )
+    few = rows < 128
     return Products(
-        qkv=tile(hidden, rows, 64, 64, 8, 5, swap=False),
-        out=tile(mixed, rows, 64, 64, 8, 5, swap=False),
-        gate_up=tile(hidden, rows, 64, 64, 8, 5, swap=False),
-        down=tile(inner, 64, 64, 128, 4, 5, swap=False),
-        lm_head=tile(hidden, rows, 128, 64, 8, 4, swap=False),
+        qkv=tile(hidden, rows, 64, 128, 4, 6 if few else 4, swap=True),
+        out=tile(mixed, rows, 64, 128, 4, 6 if few else 4, swap=True),
+        gate_up=tile(hidden, rows, 64, 128, 4, 4 if few else 3, swap=True),
+        down=tile(inner, min(rows, 64), 64, 128, 4, 6 if few else 4, swap=few),
+        lm_head=tile(hidden, rows, 128, 64, 4 if few else 8, 4, swap=few),
     )
 
 
@@ -183,11 +180,7 @@ class CudaRounds:
         self._static_buffers = static_buffers
         self._pdl = pdl  # programmatic dependent launch
         config, device = model.config, model.device
-        # o and down split K, in every bucket alike: at few rows one split leaves SMs without work
-        self._splits = (
-            splits_for(config.num_heads * config.head_dim, 4),
-            splits_for(config.intermediate_size, 2),
-        )
+        self._splits = split_counts(config)
         self._vocabulary_blocks = triton.cdiv(config.vocab_size, VOCABULARY_BLOCK)
         self._heads = torch.zeros(3, config.hidden_size, dtype=torch.float32, device=device)
         self._head_bias = torch.zeros(3, dtype=torch.float32, device=device)
@@ -323,8 +316,7 @@ class CudaRounds:
             rows.max_rows,
             table_stride,
             BR=block_rows,
-            TILE=attention.TILE,
-            FINE_TILES=attention.FINE_TILES,
+            FINE_PARTS=attention.FINE_PARTS,
             **attention.SIZES,
         )
         self._core(bucket)

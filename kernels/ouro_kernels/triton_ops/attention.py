@@ -1,12 +1,12 @@
 """Decode attention at page size 1 over a device-built work list, rope and K/V write included.
 
-Bits: a lane's keys are cut into tiles of ``TILE`` tokens at absolute positions and, by the lane's own
-length, groups of ``group_size`` tokens. Each tile has its own maximum, sum and weighted values; the
-tiles of a group are merged in order, then the groups in order, always by ``_merge``. Who computes what
-may depend on the batch: a work item is a tile (few lanes: more programs) or a group (many lanes: fewer
-partial results), and both give the same chain of operations; whichever program of a lane and head
-finishes last merges. The list is built once per round on the device and read by all layers; programs
-are persistent, so one captured launch serves any lengths. Slot offsets are int64.
+Bits: a lane's keys are cut into parts of ``PART`` tokens at absolute positions and, by the lane's own
+length, groups (``num_groups``). A part is one chain over its tiles of ``TILE`` tokens; the parts of a
+group are merged in order, then the groups in order, always by ``_merge``. Who computes what may depend
+on the batch: a work item is a part (few lanes: more programs) or a group (many lanes: fewer partial
+results), and both give the same chain of operations; whichever program of a lane and head finishes
+last merges. The list is built once per round on the device and read by all layers; programs are
+persistent, so one captured launch serves any lengths. Slot offsets are int64.
 """
 
 from __future__ import annotations
@@ -16,20 +16,35 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ouro_kernels.triton_ops.gemm import pdl_launch, prefetch
+from ouro_kernels.triton_ops.gemm import pdl_launch
 
 TILE = 32
+PART = 64
 SHORT_LENGTH = 2048  # longer lanes have long groups: fewer partial results
 SHORT_GROUP = 512
 LONG_GROUP = 1024
-FINE_TILES = 768  # up to so many tiles in a round, an item is a tile
-UNROLL = 16  # partial results whose loads are in flight together
+FINE_PARTS = 128  # up to so many parts in a round, an item is a part
+UNROLL = 8  # partial results whose loads are in flight together
 MAX_REGISTERS = 128  # of a thread: eight programs per SM
 
 
 @triton.jit
+def prefetch(pointers):
+    """Ask for the 128-byte lines of ``pointers`` in L2; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def group_size(length, SHORT_LENGTH: tl.constexpr, SHORT_GROUP: tl.constexpr, LONG_GROUP: tl.constexpr):
+    """Tokens of every group of a lane but the last, which has half as many to half as many again."""
     return tl.where(length <= SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
+
+
+@triton.jit
+def num_groups(length, group):
+    return tl.maximum((length + group // 2) // group, 1)
 
 
 @triton.jit
@@ -110,6 +125,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
     SHORT_LENGTH: tl.constexpr,
     SHORT_GROUP: tl.constexpr,
     LONG_GROUP: tl.constexpr,
@@ -131,12 +147,13 @@ def _decode_kernel(
             lane = tl.load(item_lane_ptr + item)
             length = tl.load(length_ptr + lane)
             table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
-            line = ((tl.program_id(0) % HEADS) // SHARE) * D
-            at = tl.load(item_start_ptr + item) + t
-            slot = tl.load(table + at, mask=at < length, other=0).to(tl.int64)
-            for part in tl.static_range(0, D, 64):
-                prefetch(keys_ptr + slot * (KV_HEADS * D) + line + part)
-                prefetch(values_ptr + slot * (KV_HEADS * D) + line + part)
+            column = ((tl.program_id(0) % HEADS) // SHARE) * D
+            for ahead in tl.static_range(0, PART, TILE):
+                at = tl.load(item_start_ptr + item) + ahead + t
+                slot = tl.load(table + at, mask=at < length, other=0).to(tl.int64)
+                for line in tl.static_range(0, D, 64):
+                    prefetch(keys_ptr + slot * (KV_HEADS * D) + column + line)
+                    prefetch(values_ptr + slot * (KV_HEADS * D) + column + line)
         gdc_wait()
     for work in tl.range(tl.program_id(0), items, tl.num_programs(0)):
         item = work // HEADS
@@ -147,8 +164,10 @@ def _decode_kernel(
         length = tl.load(length_ptr + lane)
         first = tl.load(first_item_ptr + lane).to(tl.int64)
         group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
-        span = tl.where(fine, TILE, group)
-        high = tl.minimum(low + span, length)
+        groups = num_groups(length, group)
+        span = tl.where(fine, PART, group)
+        mine = tl.where(fine, tl.cdiv(length, PART), groups)
+        high = tl.where(low // span == mine - 1, length, low + span)
         table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
         own = qkv_ptr + lane.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
         cos = cos_ptr + (length - 1).to(tl.int64) * HALF
@@ -161,6 +180,9 @@ def _decode_kernel(
             tl.store(values_ptr + slot + d, tl.load(own + (HEADS + KV_HEADS + kv_head) * D + d))
             tl.debug_barrier()
         inner = kv_head * D + d[None, :]
+        group_peak = -float("inf")
+        group_total = 0.0
+        group_acc = tl.zeros((D,), tl.float32)
         peak = -float("inf")
         total = 0.0
         acc = tl.zeros((D,), tl.float32)
@@ -173,44 +195,52 @@ def _decode_kernel(
             value = tl.load(values_ptr + offset, mask=visible[:, None], other=0.0)
             score = tl.sum(key.to(tl.float32) * query[None, :], 1)
             score = tl.where(visible, score, -float("inf"))
-            tile_peak = tl.max(score, 0)
-            weight = tl.exp2(score - tile_peak)
-            tile_acc = tl.sum(weight[:, None] * value.to(tl.float32), 0)
-            peak, total, acc = _merge(peak, total, acc, tile_peak, tl.sum(weight, 0), tile_acc)
+            top = tl.maximum(peak, tl.max(score, 0))
+            weight = tl.exp2(score - top)
+            rescale = tl.exp2(peak - top)
+            total = tl.fma(total, rescale, tl.sum(weight, 0))
+            acc = tl.fma(acc, rescale, tl.sum(weight[:, None] * value.to(tl.float32), 0))
+            peak = top
+            if ((start + TILE) % PART == 0) | (start + TILE >= high):
+                group_peak, group_total, group_acc = _merge(
+                    group_peak, group_total, group_acc, peak, total, acc
+                )
+                peak = -float("inf")
+                total = 0.0
+                acc = tl.zeros((D,), tl.float32)
         out = (first + low // span) * HEADS + head
-        tl.store(partial_ptr + out * D + d, acc)
-        tl.store(peak_ptr + out, peak)
-        tl.store(total_ptr + out, total)
+        tl.store(partial_ptr + out * D + d, group_acc)
+        tl.store(peak_ptr + out, group_peak)
+        tl.store(total_ptr + out, group_total)
         tl.debug_barrier()  # the whole program's stores come before its arrival
         arrived = arrived_ptr + lane * HEADS + head
-        mine = tl.cdiv(length, span)
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == mine - 1:
             tl.store(arrived, 0)
-            end = first + mine
             peak = -float("inf")
             total = 0.0
             acc = tl.zeros((D,), tl.float32)
-            run = tl.where(fine, group // TILE, mine)
-            for begin in tl.range(first, end, run):
+            runs = tl.where(fine, groups, 1)
+            for place in tl.range(0, runs):
+                begin = first + place * (group // PART)
                 run_peak, run_total, run_acc = _merge_run(
                     partial_ptr,
                     peak_ptr,
                     total_ptr,
                     begin,
-                    tl.minimum(begin + run, end),
+                    tl.where(place == runs - 1, first + mine, begin + group // PART),
                     head,
                     HEADS,
                     D,
                     UNROLL,
                 )
                 peak, total, acc = _merge(peak, total, acc, run_peak, run_total, run_acc)
-            place = out_ptr + (lane.to(tl.int64) * HEADS + head) * D + d
-            tl.store(place, (acc / total).to(kind))
+            tl.store(out_ptr + (lane.to(tl.int64) * HEADS + head) * D + d, (acc / total).to(kind))
     if PDL:
         gdc_launch_dependents()
 
 
 SIZES = {
+    "PART": PART,
     "SHORT_LENGTH": SHORT_LENGTH,
     "SHORT_GROUP": SHORT_GROUP,
     "LONG_GROUP": LONG_GROUP,
@@ -220,7 +250,7 @@ SIZES = {
 def max_items(max_lanes: int, max_length: int) -> int:
     """Work items per head that a round can have."""
     longest = max(-(-min(max_length, SHORT_LENGTH) // SHORT_GROUP), -(-max_length // LONG_GROUP))
-    return max(FINE_TILES, max_lanes * longest)
+    return max(FINE_PARTS, max_lanes * longest)
 
 
 class WorkList:
@@ -230,7 +260,7 @@ class WorkList:
     ``length`` [lanes], the position of the lane's new token included; ``item_lane`` and ``item_start``
     (a position) [items]. All but the last item of every lane come first in the list, all of about one
     length, so that the programs share them evenly. ``num_items`` [1]; ``fine`` [1]: 1 if an item is a
-    tile, 0 if it is a group. Partial results lie by lane, from place ``first_item`` [lanes] on:
+    part, 0 if it is a group. Partial results lie by lane, from place ``first_item`` [lanes] on:
     ``partial`` fp32 [items, heads, D], ``peak``, ``total`` [items, heads]. ``arrived`` [lanes * heads]
     counts those that are there; zero between launches.
     """
@@ -254,10 +284,12 @@ class WorkList:
 
     def fill(self, table_index: list[int], lengths: list[int]) -> None:
         """What ``begin_round_kernel`` writes for such lanes."""
-        fine = sum(-(-length // TILE) for length in lengths) <= FINE_TILES
-        groups = [SHORT_GROUP if length <= SHORT_LENGTH else LONG_GROUP for length in lengths]
-        spans = [TILE if fine else group for group in groups]
-        starts = [range(0, length, span) for length, span in zip(lengths, spans, strict=True)]
+        fine = sum(-(-length // PART) for length in lengths) <= FINE_PARTS
+        starts = []
+        for length in lengths:
+            group = SHORT_GROUP if length <= SHORT_LENGTH else LONG_GROUP
+            groups = max((length + group // 2) // group, 1)
+            starts.append(range(0, length, PART) if fine else range(0, groups * group, group))
         full = [(lane, at) for lane, mine in enumerate(starts) for at in mine[:-1]]
         items = full + [(lane, mine[-1]) for lane, mine in enumerate(starts)]
         first = [sum(map(len, starts[:lane])) for lane in range(len(lengths))]

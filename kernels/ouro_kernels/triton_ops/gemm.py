@@ -13,12 +13,13 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @dataclass(frozen=True)
 class GemmTile:
     """Launch shape of one product: rows, weight rows and inner elements of a tile. ``swap``: the weight
-    is the M operand of the tensor core; ``early``: with PDL, let the next kernel start at once."""
+    is the M operand of the tensor core."""
 
     block_m: int
     block_n: int
@@ -26,28 +27,19 @@ class GemmTile:
     warps: int
     stages: int
     swap: bool = False
-    early: bool = False
 
 
-@triton.jit
-def prefetch(pointers):
-    """Ask for the 128-byte lines of ``pointers`` in L2; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-# Programmatic dependent launch: with PDL a kernel may start while the one before it still runs. What
-# a product reads of the weights does not depend on that one, so it asks for them first and only then
-# waits. Heavy kernels let their successor start late, when their own loads are through.
+# Programmatic dependent launch: with PDL a kernel may start while the one before it still runs, and
+# waits for it before it reads. A product lets its successor start late, when its own loads are through.
+# Asking for weights in L2 before the wait, or letting successors start at once, was slower.
 
 
 @triton.jit
 def _linear_kernel(
-    x_ptr,
+    x,
     index_ptr,
     count_ptr,
-    w_ptr,
+    weight,
     y_ptr,
     rows,
     N,
@@ -61,44 +53,39 @@ def _linear_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    first = tl.program_id(1) * BM
     if PDL:
         gdc_wait()
-        if EARLY:
-            gdc_launch_dependents()
-    if GATHER:  # rows come from a device-built list; none left: return at once
+    first = tl.program_id(1) * BM
+    rm = first + tl.arange(0, BM)
+    keep = rm < rows
+    if GATHER:  # rows come from a device-built list, by pointer; none left: return at once
         count = tl.load(count_ptr)
         if first >= count:
             return
-    rm = first + tl.arange(0, BM)
-    rn = tl.program_id(0) * BN + tl.arange(0, BN)
-    rk = tl.arange(0, BK)
-    split = tl.program_id(2)
-    keep = rm < rows
-    source = rm
-    if GATHER:
         keep = rm < count
-        source = tl.load(index_ptr + rm, mask=keep, other=0).to(tl.int32)
+        source = tl.load(index_ptr + rm, mask=keep, other=0).to(tl.int64)
+    column = tl.program_id(0) * BN
+    split = tl.program_id(2)
     span: tl.constexpr = K // SPLIT
-    x = x_ptr + source[:, None].to(tl.int64) * K + split * span + rk[None, :]
-    w = w_ptr + rn[:, None].to(tl.int64) * K + split * span + rk[None, :]
-    in_n = (rn < N)[:, None]
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    for _ in tl.range(0, span, BK, num_stages=STAGES):
-        a = tl.load(x, mask=keep[:, None], other=0.0)
-        b = tl.load(w, mask=in_n, other=0.0)
+    for k in tl.range(split * span, (split + 1) * span, BK, num_stages=STAGES):
+        if GATHER:
+            a = tl.load(
+                x + source[:, None] * K + k + tl.arange(0, BK)[None, :], mask=keep[:, None], other=0.0
+            )
+        else:
+            a = x.load([first, k])
+        b = weight.load([column, k])
         if SWAP:
             acc = tl.dot(b, a.T, acc, input_precision=PRECISION)
         else:
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-        x += BK
-        w += BK
-    if PDL and not EARLY:
+    if PDL:
         gdc_launch_dependents()
     if SWAP:
         acc = acc.T
+    rn = column + tl.arange(0, BN)
     out = y_ptr + split * rows * N + rm[:, None] * N + rn[None, :]
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=keep[:, None] & (rn < N)[None, :])
 
@@ -115,17 +102,18 @@ def linear(
 ) -> None:
     """out[s] = partial sum s of ``x @ weight.T``.
 
-    x [B, K], or with ``index`` any [*, K] whose rows index[0 .. count) are taken; weight [N, K];
+    x [B, K], or with ``index`` any [*, K] whose rows index[0 .. count) are taken; weight [N, K]; both
+    read by TMA, so their rows start at multiples of 16 bytes;
     out [splits, B, N] (the dtype of x, or fp32). K must be a multiple of splits * tile.block_k. Rows
     at or past ``count`` are not written.
     """
     rows, columns, inner = out.shape[-2], weight.shape[0], weight.shape[1]
     grid = (triton.cdiv(columns, tile.block_n), triton.cdiv(rows, tile.block_m), splits)
     _linear_kernel[grid](
-        x,
+        x if index is not None else TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
         index,
         count,
-        weight,
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
         out,
         rows,
         columns,
@@ -139,7 +127,6 @@ def linear(
         STAGES=tile.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        EARLY=tile.early,
         num_warps=tile.warps,
         **pdl_launch(pdl),
     )
@@ -158,8 +145,8 @@ def linear_twin(x: torch.Tensor, weight: torch.Tensor, splits: int = 1) -> torch
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr,
-    w_ptr,
+    x,
+    weight,
     y_ptr,
     rows,
     F: tl.constexpr,
@@ -171,40 +158,24 @@ def _gate_up_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     if PDL:
         gdc_wait()
-        if EARLY:
-            gdc_launch_dependents()
-    rm = tl.program_id(1) * BM + tl.arange(0, BM)
-    rn = tl.program_id(0) * BN + tl.arange(0, BN)
-    rk = tl.arange(0, BK)
-    keep = rm < rows
-    in_n = (rn < F)[:, None]
-    x = x_ptr + rm[:, None] * K + rk[None, :]
-    gate_w = w_ptr + rn[:, None].to(tl.int64) * K + rk[None, :]
-    up_w = gate_w + F * K
-    if SWAP:
-        gate = tl.zeros((BN, BM), tl.float32)
-        up = tl.zeros((BN, BM), tl.float32)
-    else:
-        gate = tl.zeros((BM, BN), tl.float32)
-        up = tl.zeros((BM, BN), tl.float32)
-    for _ in tl.range(0, K, BK, num_stages=STAGES):
-        a = tl.load(x, mask=keep[:, None], other=0.0)
-        b = tl.load(gate_w, mask=in_n, other=0.0)
-        c = tl.load(up_w, mask=in_n, other=0.0)
+    first = tl.program_id(1) * BM
+    column = tl.program_id(0) * BN
+    gate = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    up = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        a = x.load([first, k])
+        b = weight.load([column, k])
+        c = weight.load([F + column, k])
         if SWAP:
             gate = tl.dot(b, a.T, gate, input_precision=PRECISION)
             up = tl.dot(c, a.T, up, input_precision=PRECISION)
         else:
             gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
             up = tl.dot(a, c.T, up, input_precision=PRECISION)
-        x += BK
-        gate_w += BK
-        up_w += BK
-    if PDL and not EARLY:
+    if PDL:
         gdc_launch_dependents()
     if SWAP:
         gate = gate.T
@@ -213,8 +184,10 @@ def _gate_up_kernel(
     g = gate.to(kind).to(tl.float32)  # rounded where the plain model rounds
     u = up.to(kind).to(tl.float32)
     y = (g / (1.0 + tl.exp(-g))).to(kind).to(tl.float32) * u
+    rm = first + tl.arange(0, BM)
+    rn = column + tl.arange(0, BN)
     out = y_ptr + rm[:, None] * F + rn[None, :]
-    tl.store(out, y.to(kind), mask=keep[:, None] & (rn < F)[None, :])
+    tl.store(out, y.to(kind), mask=(rm < rows)[:, None] & (rn < F)[None, :])
 
 
 def gate_up(
@@ -228,8 +201,8 @@ def gate_up(
     rows, width = out.shape
     grid = (triton.cdiv(width, tile.block_n), triton.cdiv(rows, tile.block_m))
     _gate_up_kernel[grid](
-        x,
-        weight,
+        TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
         out,
         rows,
         F=width,
@@ -241,7 +214,6 @@ def gate_up(
         STAGES=tile.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        EARLY=tile.early,
         num_warps=tile.warps,
         **pdl_launch(pdl),
     )

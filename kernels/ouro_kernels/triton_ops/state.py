@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ouro_kernels.triton_ops.attention import group_size
+from ouro_kernels.triton_ops.attention import group_size, num_groups
 
 FREE = tl.constexpr(0)
 LIVE = tl.constexpr(2)
@@ -49,11 +49,11 @@ def begin_round_kernel(
     rows,
     table_stride,
     BR: tl.constexpr,
-    TILE: tl.constexpr,
+    PART: tl.constexpr,
     SHORT_LENGTH: tl.constexpr,
     SHORT_GROUP: tl.constexpr,
     LONG_GROUP: tl.constexpr,
-    FINE_TILES: tl.constexpr,
+    FINE_PARTS: tl.constexpr,
 ):
     """One program: which rows run, and the attention work list of all of them, for all layers."""
     r = tl.arange(0, BR)
@@ -76,10 +76,11 @@ def begin_round_kernel(
     tl.store(table_index_ptr + lane, index.to(tl.int32), mask=runs)
     tl.store(length_ptr + lane, length.to(tl.int32), mask=runs)
 
-    tiles = tl.sum(tl.where(runs, tl.cdiv(length, TILE), 0).to(tl.int32), 0)
-    fine = tiles <= FINE_TILES
-    span = tl.where(fine, TILE, group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP))
-    full = tl.where(runs, tl.cdiv(length, span) - 1, 0).to(tl.int32)
+    parts = tl.cdiv(length, PART)
+    fine = tl.sum(tl.where(runs, parts, 0).to(tl.int32), 0) <= FINE_PARTS
+    group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
+    span = tl.where(fine, PART, group)
+    full = tl.where(runs, tl.where(fine, parts, num_groups(length, group)) - 1, 0).to(tl.int32)
     first = tl.cumsum(full, 0) - full
     num_full = tl.sum(full, 0)
     tl.store(fine_ptr, fine.to(tl.int32))
