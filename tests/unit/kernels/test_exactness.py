@@ -202,7 +202,14 @@ def test_decode_attention_agrees_with_prefill(dtype: torch.dtype) -> None:
 
 
 def decide(
-    mode: int, hazards: list[float], looks: list[float], low: int, high: int, q: float, traced: int = 0
+    mode: int,
+    hazards: list[float],
+    looks: list[float],
+    low: int,
+    high: int,
+    q: float,
+    traced: int = 0,
+    replayed: bool = False,
 ) -> int:
     """Loops that one token runs, T = len(hazards)."""
     survival, pending = torch.ones(1), torch.zeros(1, dtype=torch.bool)
@@ -218,6 +225,7 @@ def decide(
             torch.tensor([high]),
             torch.tensor([q]),
             torch.tensor([traced]),
+            torch.tensor([replayed]),
             len(hazards),
         )
         if bool(leave):

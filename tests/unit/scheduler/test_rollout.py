@@ -13,7 +13,6 @@ from ouro_sgl.messages import (
     ControlReply,
     ControlReq,
     FinishReason,
-    UpdateWeights,
     WeightsUpdated,
 )
 from tests.utils_scheduler import Simulation, make_config, make_scheduler
@@ -26,19 +25,6 @@ def control(sim: Simulation, op: ControlOp, **arguments: Any) -> list[ControlRep
     return sim.scheduler.take_replies(0.0)
 
 
-def update(sim: Simulation, version: str | None = None) -> ControlReply:
-    """Ask for other weights; the worker loads them."""
-    sim.scheduler.control(
-        ControlReq(2, ControlOp.UPDATE_WEIGHTS, {"model_path": "/new", "weight_version": version}), now=0.0
-    )
-    assert sim.scheduler.take_update() == UpdateWeights("/new")
-    assert sim.scheduler.take_update() is None
-    sim.worker.weights_updated()
-    sim.scheduler.weights_updated(WeightsUpdated(True, "loaded"))
-    (reply,) = sim.scheduler.take_replies(0.0)
-    return reply
-
-
 def run(sim: Simulation, ticks: int) -> None:
     for _ in range(ticks):
         sim.tick()
@@ -48,7 +34,7 @@ def test_pause_with_abort_ends_everything_and_new_requests_wait() -> None:
     sim = Simulation(make_config(max_rows=2), seed=1)
     uids = [sim.submit([*PROMPT, i], max_new_tokens=30) for i in range(4)]
     run(sim, 40)
-    assert control(sim, ControlOp.PAUSE, abort=True) == [ControlReply(1, True)]
+    assert control(sim, ControlOp.PAUSE, mode="abort") == [ControlReply(1, True)]
     for uid in uids:
         sim.answers[uid].aborted = True
     late = sim.submit(PROMPT, max_new_tokens=5)
@@ -68,7 +54,7 @@ def test_pause_in_place_keeps_rows_and_changes_no_token(layout: str) -> None:
         sim.submit([*PROMPT, i] * 8, max_new_tokens=40)
         sim.submit([*PROMPT, i], max_new_tokens=40, grammar="5 50")
     run(sim, 120)
-    control(sim, ControlOp.PAUSE, abort=False)
+    control(sim, ControlOp.PAUSE, mode="in_place")
     run(sim, 400)
     tokens = sum(len(answer.tokens) for answer in sim.answers.values())
     run(sim, 200)
@@ -82,7 +68,7 @@ def test_a_paused_request_can_be_aborted_and_stopped() -> None:
     sim = Simulation(make_config(), seed=3)
     first, second = (sim.submit([*PROMPT, i], max_new_tokens=60) for i in range(2))
     run(sim, 100)
-    control(sim, ControlOp.PAUSE, abort=False)
+    control(sim, ControlOp.PAUSE, mode="in_place")
     run(sim, 200)
     sim.abort(first)
     sim.stop(second, 1)
@@ -101,7 +87,7 @@ def test_weights_are_not_updated_while_requests_run() -> None:
     assert "pause first" in reply.message
     assert sim.scheduler.take_update() is None
     sim.run_until_done()
-    reply = update(sim)
+    reply = sim.update_weights()
     assert reply.ok
     assert reply.info == {"weight_version": "1", "paused_requests": 0}
 
@@ -134,7 +120,7 @@ def test_cached_prefixes_of_other_weights_are_never_read() -> None:
     sim.submit(PROMPT * 4, max_new_tokens=3)
     sim.run_until_done()
     assert sim.scheduler.pool.radix.cached > 0
-    assert update(sim, "v2").info["weight_version"] == "v2"
+    assert sim.update_weights("v2").info["weight_version"] == "v2"
     assert sim.scheduler.pool.radix.cached == 0
     uids = [sim.submit(PROMPT * 4, max_new_tokens=3) for _ in range(2)]
     sim.run_until_done()
@@ -150,12 +136,12 @@ def test_an_update_amid_paused_requests(seed: int) -> None:
     )
     before = [sim.submit(PROMPT * rng.randint(1, 9), max_new_tokens=40) for _ in range(12)]
     run(sim, rng.randint(50, 200))
-    control(sim, ControlOp.PAUSE, abort=False)
+    control(sim, ControlOp.PAUSE, mode="in_place")
     run(sim, 200)
     held = [uid for uid in before if sim.answers[uid].started and not sim.answers[uid].finished]
     # What rows in place read keeps what it holds; the fake worker would not know it again else.
     kept = dict(sim.worker.holds)
-    reply = update(sim)
+    reply = sim.update_weights()
     sim.worker.holds = kept
     assert reply.info["paused_requests"] >= len(held) > 0
     generation = sim.scheduler._generation
