@@ -70,15 +70,15 @@ def prompt_logprob(prefix: int, token: int) -> float:
     return -float(hash((prefix, token)) % 1000) / 100
 
 
-def grammar_ids(source: str, index: int) -> set[int]:
+def grammar_ids(source: str, index: int, vocab: int = VOCAB) -> set[int]:
     """What a grammar of :class:`FakeGrammars` allows after ``index`` tokens, end ids aside.
 
     ``source`` is "STEP LENGTH": LENGTH tokens, each a multiple of STEP.
     """
     if source.startswith("fail"):
-        return set(range(VOCAB))
+        return set(range(vocab))
     step, length = map(int, source.split())
-    return set(range(0, VOCAB, step)) if index < length else set()
+    return set(range(0, vocab, step)) if index < length else set()
 
 
 def allowed_token(wanted: int, allowed: set[int]) -> int:
@@ -115,8 +115,9 @@ def expected_output(
 class FakeGrammars:
     """Grammars as in :func:`grammar_ids`, found out after a random delay; "fail N" fails after N tokens."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, vocab: int = VOCAB) -> None:
         self.rng = rng
+        self.vocab = vocab
         self.open: dict[int, tuple[str, list[int], int]] = {}  # source, end ids, tokens matched
         self.found: list[NextTokens] = []
 
@@ -127,7 +128,7 @@ class FakeGrammars:
 
     def advance(self, uid: int, token_id: int) -> None:
         source, end_ids, index = self.open[uid]
-        assert token_id in grammar_ids(source, index), "a token that the mask had excluded"
+        assert token_id in grammar_ids(source, index, self.vocab), "a token that the mask had excluded"
         self.open[uid] = (source, end_ids, index + 1)
         self._find(uid)
 
@@ -144,9 +145,10 @@ class FakeGrammars:
         if source.startswith("fail") and index >= int(source.split()[1]):
             self.found.append(NextTokens(uid, index, error="no way on"))
             return
-        allowed = grammar_ids(source, index)
-        bits = sum(1 << token for token in allowed or set(end_ids)).to_bytes(-(-VOCAB // 32) * 4, "little")
-        self.found.append(NextTokens(uid, index, bits, complete=not allowed))
+        allowed = grammar_ids(source, index, self.vocab)
+        bits = sum(1 << token for token in allowed or set(end_ids))
+        words = bits.to_bytes(-(-self.vocab // 32) * 4, "little")
+        self.found.append(NextTokens(uid, index, words, complete=not allowed))
 
 
 @dataclass
