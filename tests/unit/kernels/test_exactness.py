@@ -265,3 +265,11 @@ def test_exit_policies(
 @pytest.mark.parametrize("traced", [1, 2, 3, 4])
 def test_trace_needs_no_gate(traced: int) -> None:
     assert decide(4, [1.0] * 4, [1.0] * 4, 1, 4, 0.5, traced) == traced
+
+
+@pytest.mark.parametrize("mode", range(5))
+@pytest.mark.parametrize("traced", [1, 2, 3, 4])
+def test_a_replayed_token_leaves_where_it_left(mode: int, traced: int) -> None:
+    """Against limits, triggers and thresholds."""
+    assert decide(mode, [1.0] * 4, [1.0] * 4, 2, 2, 0.0, traced, replayed=True) == traced
+    assert decide(mode, NO, NO, 1, 4, 0.5, traced, replayed=True) == traced
