@@ -337,10 +337,10 @@ class Driver:
         self.random.shuffle(self.free)
 
 
-def replay(request: Request, result: Result, count: int) -> Request:
-    """``request`` as it comes back from a retraction after ``count`` outputs of ``result``."""
-    ids, depths = result.token_ids[:count], result.exit_depths[:count]
-    return replace(request, forced_ids=ids, forced_depths=depths)
+def retracted(request: Request, result: Result, rng: random.Random) -> Request:
+    """``request`` as it comes back from a retraction at some time before its end, which is ``result``."""
+    count = rng.randint(0, max(len(result.token_ids) - 1, 0))
+    return replace(request, forced_ids=result.token_ids[:count], forced_depths=result.exit_depths[:count])
 
 
 def run(
