@@ -385,6 +385,8 @@ def test_other_weights_for_retracted_requests() -> None:
     sim.pause("retract")
     run(sim, 100)
     assert sim.scheduler.info()["draining"] == 0
+    # only what was not reported yet is asked for again
+    assert [request.prompt_logprob_start for request in sim.scheduler.waiting] == [None, 2]
     reply = sim.update_weights("next")
     assert (reply.ok, reply.info["paused_requests"]) == (True, 2)
     assert sim.scheduler.pool.radix.cached == 0
