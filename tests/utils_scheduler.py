@@ -672,6 +672,8 @@ class Simulation:
         finished, message = answer.finished, answer.message
         assert finished is not None, f"request {message.uid} was never answered"
         assert finished.num_retractions == answer.retractions
+        if answer.started is not None:
+            assert finished.cached_tokens == answer.started.cached_tokens
         if message.grammar is not None and message.grammar.startswith("fail"):
             assert finished.reason is FinishReason.ERROR
             assert "no way on" in (finished.message or "")
