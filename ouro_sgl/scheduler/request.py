@@ -78,6 +78,7 @@ class Request:
         self.row = 0
         self.epoch = 0
         self.generation = 0  # of the weights, at its admission
+        self.prefilled = False  # its prompt is retired
         self.reached = 0  # outputs that the row has produced, replayed ones among them
         self.cached_len = 0
         self.planned = 0  # prompt positions that are cached or in a planned chunk

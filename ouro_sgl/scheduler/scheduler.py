@@ -529,6 +529,7 @@ class Scheduler:
     def _finish_prompt(self, request: Request) -> None:
         """The last chunk of a prompt has retired."""
         request.state = RequestState.RUNNING
+        request.prefilled = True
         if self.layout.collapses_prompt:
             self._collapse(request)
         elif self.config.radix_cache and request.generation == self._generation:
@@ -718,7 +719,8 @@ class Scheduler:
         self._give_back_reservation(request)
         taken: set[int] = set()
         if self.config.radix_cache and self.config.radix_insert_generated != "never":
-            current = request.generation == self._generation
+            # A request with output can be stopped in the midst of its prompt, if it was retracted.
+            current = request.prefilled and request.generation == self._generation
             if current and request.outcome not in UNCACHED_OUTCOMES:
                 taken = self._cache_generated(request)
         slots = request.owned_slots()

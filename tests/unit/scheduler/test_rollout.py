@@ -410,3 +410,21 @@ def test_a_grammar_goes_on_where_it_was() -> None:
         sim.run_until_done()
         assert {sim.answers[uid].finished.reason for uid in uids} == {FinishReason.STOP_GRAMMAR}  # type: ignore[union-attr]
         assert all(len(sim.answers[uid].tokens) == 30 for uid in uids)
+
+
+def test_a_stop_in_the_midst_of_a_prompt_that_is_computed_again_caches_nothing_of_it() -> None:
+    scheduler = make_scheduler(chunked_prefill_size=2, max_chunks_ahead=1, radix_insert_generated="always")
+    scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=8)))
+    for chunk in (1, 2, 3):
+        scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, chunk))
+    token(scheduler, 1, 4, 3, 4, chunk=3)
+    pause(scheduler, "retract")
+    scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, 3))
+    scheduler.pool.flush()
+    resume(scheduler)
+    plan_of(scheduler)
+    scheduler.stop(0, 1)
+    scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, 4))
+    scheduler.check_integrity()
+    assert scheduler.idle
+    assert scheduler.pool.radix.cached == 0
