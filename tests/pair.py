@@ -78,15 +78,18 @@ class Pair:
         self.results: dict[int, Result] = {}
         self.cached_tokens: dict[int, int] = {}
         self.retractions: dict[int, int] = {}
+        self.replayed_tokens = 0
+        self._heard = 0  # output tokens
         self._requests: dict[int, Request] = {}
         self._uids = 0
 
-    def run(self, requests: list[Request], *, at_once: bool = False, retractions: int = 0) -> list[Result]:
+    def run(self, requests: list[Request], *, at_once: bool = False, retract_every: int = 0) -> list[Result]:
         """Serve ``requests`` to their ends, which leaves nothing behind; results in their order.
 
         Args:
             at_once: all arrive before anything runs, in their order; else at random times.
-            retractions: how often generation is paused and goes on again, at most.
+            retract_every: everything is retracted when about so many tokens are new; 0: never. That
+                needs progress, so it comes to an end, and happens in all parts of any schedule.
         """
         first = self._uids
         waiting = deque(enumerate(requests, first))
@@ -96,23 +99,29 @@ class Pair:
             self.random.shuffle(shuffled)
             waiting = deque(shuffled)
         deadline = time.monotonic() + 100.0
+        retract_at = self.random.randint(0, 2 * retract_every) if retract_every else 0
         while waiting or not self._quiet():
             assert time.monotonic() < deadline, f"no progress: {self.scheduler.info()}"
             while waiting and (at_once or self.random.random() < 0.3):
                 self._submit(*waiting.popleft())
             self._turn()
-            if retractions and self.random.random() < 0.03:
-                retractions -= 1
+            if retract_every and self._heard >= retract_at:
                 self._retract()
+                retract_at = self._heard + self.random.randint(1, 2 * retract_every)
         self.check_end()
         return [self.results[uid] for uid in range(first, self._uids)]
 
     def _retract(self) -> None:
-        """Everything leaves its row; time may pass before it may go on."""
-        self.scheduler.control(ControlReq(0, ControlOp.PAUSE, {"mode": "retract"}), 0.0)
-        for _ in range(self.random.choice([0, 3, 30])):
-            self._turn()
-        self.scheduler.control(ControlReq(0, ControlOp.CONTINUE), 0.0)
+        """Everything leaves its row; time may pass before it may go on, and then it may happen again."""
+        while True:
+            self.scheduler.control(ControlReq(0, ControlOp.PAUSE, {"mode": "retract"}), 0.0)
+            for _ in range(self.random.choice([0, 3, 30])):
+                self._turn()
+            self.scheduler.control(ControlReq(0, ControlOp.CONTINUE), 0.0)
+            if self.random.random() < 0.6:
+                return
+            for _ in range(self.random.randrange(60)):
+                self._turn()
 
     def _submit(self, uid: int, request: Request) -> None:
         self.results[uid] = Result()
@@ -144,6 +153,7 @@ class Pair:
             plan = self.scheduler.step()
             if plan is not None:
                 self.plans.append(plan)
+                self.replayed_tokens += sum(len(admit.forced_ids) for admit in plan.admits)
             output = self.scheduler.take_output()
             if output is not None:
                 self._hear(over_the_wire(output, SchedulerMessage))
@@ -166,6 +176,7 @@ class Pair:
         at = 0
         for uid, count in zip(batch.uids, batch.counts, strict=True):
             result = self.results[uid]
+            self._heard += count
             result.token_ids += batch.token_ids[at : at + count]
             result.exit_depths += batch.exit_depths[at : at + count]
             at += count

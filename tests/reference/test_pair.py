@@ -179,7 +179,7 @@ def test_retractions_change_no_bit(model: Model, layout: str) -> None:
     requests += [constrained(request, "5 12") for request in make_requests(4, seed=6)]
     assert {request.params.exit_mode for request in requests} == set(ExitMode)
     expected = [alone(model, request, layout).comparable() for request in requests]
-    retractions = []
+    retractions, replayed = [], []
 
     @settings(
         max_examples=EXAMPLES,
@@ -212,15 +212,16 @@ def test_retractions_change_no_bit(model: Model, layout: str) -> None:
             kv_layout=layout,
             radix_cache=radix_cache,
         )
-        results = pair.run(requests, retractions=10)
+        results = pair.run(requests, retract_every=15)
         for index, (result, wanted) in enumerate(zip(results, expected, strict=True)):
             assert result.comparable() == wanted, f"request {index} differs from one that nobody retracted"
         retractions.extend(pair.retractions.values())
+        replayed.append(pair.replayed_tokens)
         assert pair.scheduler.info()["retractions"] == sum(pair.retractions.values())
 
     any_company()
-    assert max(retractions) > 2
-    assert sum(map(bool, retractions)) > len(retractions) // 5
+    assert max(retractions) > 1
+    assert min(replayed) > 20, "a schedule that says next to nothing of replay"
 
 
 @pytest.mark.parametrize("model", ["float32"], indirect=True)
