@@ -120,8 +120,9 @@ class StopReq(Message):
 class ControlOp(enum.IntEnum):
     FLUSH_CACHE = 0  # empty the radix cache; fails while anything runs or waits
     INFO = 1  # statistics, as a JSON-able dict
-    # From now on nothing is admitted, prefilled or granted. With ``abort`` in the arguments every
-    # request is ended first; else running ones stay where they are, with their K/V.
+    # From now on nothing is admitted, prefilled or granted. ``mode`` in the arguments says what becomes
+    # of requests: with "abort" all end; with "retract" those on rows go back to the queue's head without
+    # their K/V, to be replayed later; with "in_place" they stay where they are.
     PAUSE = 2
     CONTINUE = 3  # undo PAUSE
     # Serve the weights in the folder ``model_path``; ``weight_version`` (None: the next number) names
@@ -250,6 +251,11 @@ class Admit(Record):
 
     ``cached_slots`` are the slots of the cached prefix, depth-major: ``[T * cached_len]``, entry
     ``d * cached_len + p``. Every slot of a row reaches the worker by Admit, Segment or Grant.
+
+    A request that was retracted is replayed: its first outputs are ``forced_ids``, predicted after
+    ``forced_depths`` loops (as long; the first is the prompt's T), whatever its policy and its
+    sampling say. No end is looked for among them and none of them waits for a Mask. What comes
+    behind them is as if the row had produced them itself.
     """
 
     row: int
@@ -259,6 +265,8 @@ class Admit(Record):
     cached_len: int = 0
     cached_slots: list[int] = []
     prompt_logprob_start: int | None = None
+    forced_ids: list[int] = []
+    forced_depths: list[int] = []
 
 
 class Segment(Record):
@@ -311,7 +319,7 @@ class Mask(Record):
 
 
 class Release(Record):
-    """End a row from the host (abort, stop string). Ignored when the epoch is not current."""
+    """End a row from the host (abort, stop string, retraction). Ignored when the epoch is not current."""
 
     row: int
     epoch: int
@@ -383,7 +391,8 @@ class RoundEvents(Message):
     always acknowledged. Event i says: the token at position ``positions[i]`` of the row left the
     loop after ``exit_depths[i]`` loops and predicted ``token_ids[i]``, which belongs at
     ``positions[i] + 1``. ``reasons[i]`` other than NONE: the row is DONE on the device; with ERROR the
-    token is void and not part of the output.
+    token is void and not part of the output. Forced outputs of a row have events like all others; their
+    log-probabilities mean nothing.
     An event whose epoch is not the row's current one must be dropped.
     """
 

@@ -15,8 +15,12 @@ from dataclasses import dataclass, field
 
 from ouro_sgl.kvcache.layout import LAYOUTS
 from ouro_sgl.messages import (
+    Admit,
     Chunk,
     ChunkLogprobs,
+    ControlOp,
+    ControlReply,
+    ControlReq,
     Finished,
     FinishReason,
     GenerateReq,
@@ -28,9 +32,12 @@ from ouro_sgl.messages import (
     StepPlan,
     TokenBatch,
     TopLogprobs,
+    UpdateWeights,
+    WeightsUpdated,
 )
 from ouro_sgl.scheduler.config import SchedulerConfig
 from ouro_sgl.scheduler.grammar import NextTokens
+from ouro_sgl.scheduler.request import RequestState
 from ouro_sgl.scheduler.scheduler import Scheduler
 
 VOCAB = 97
@@ -63,15 +70,15 @@ def prompt_logprob(prefix: int, token: int) -> float:
     return -float(hash((prefix, token)) % 1000) / 100
 
 
-def grammar_ids(source: str, index: int) -> set[int]:
+def grammar_ids(source: str, index: int, vocab: int = VOCAB) -> set[int]:
     """What a grammar of :class:`FakeGrammars` allows after ``index`` tokens, end ids aside.
 
     ``source`` is "STEP LENGTH": LENGTH tokens, each a multiple of STEP.
     """
     if source.startswith("fail"):
-        return set(range(VOCAB))
+        return set(range(vocab))
     step, length = map(int, source.split())
-    return set(range(0, VOCAB, step)) if index < length else set()
+    return set(range(0, vocab, step)) if index < length else set()
 
 
 def allowed_token(wanted: int, allowed: set[int]) -> int:
@@ -108,8 +115,9 @@ def expected_output(
 class FakeGrammars:
     """Grammars as in :func:`grammar_ids`, found out after a random delay; "fail N" fails after N tokens."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, vocab: int = VOCAB) -> None:
         self.rng = rng
+        self.vocab = vocab
         self.open: dict[int, tuple[str, list[int], int]] = {}  # source, end ids, tokens matched
         self.found: list[NextTokens] = []
 
@@ -120,7 +128,7 @@ class FakeGrammars:
 
     def advance(self, uid: int, token_id: int) -> None:
         source, end_ids, index = self.open[uid]
-        assert token_id in grammar_ids(source, index), "a token that the mask had excluded"
+        assert token_id in grammar_ids(source, index, self.vocab), "a token that the mask had excluded"
         self.open[uid] = (source, end_ids, index + 1)
         self._find(uid)
 
@@ -137,9 +145,10 @@ class FakeGrammars:
         if source.startswith("fail") and index >= int(source.split()[1]):
             self.found.append(NextTokens(uid, index, error="no way on"))
             return
-        allowed = grammar_ids(source, index)
-        bits = sum(1 << token for token in allowed or set(end_ids)).to_bytes(-(-VOCAB // 32) * 4, "little")
-        self.found.append(NextTokens(uid, index, bits, complete=not allowed))
+        allowed = grammar_ids(source, index, self.vocab)
+        bits = sum(1 << token for token in allowed or set(end_ids))
+        words = bits.to_bytes(-(-self.vocab // 32) * 4, "little")
+        self.found.append(NextTokens(uid, index, words, complete=not allowed))
 
 
 @dataclass
@@ -157,7 +166,18 @@ class FakeRow:
     depth: int = 0
     granted_until: int = 0
     mask: Mask | None = None
+    forced_ids: list[int] = field(default_factory=list)
+    forced_depths: list[int] = field(default_factory=list)
     exits: dict[int, int] = field(default_factory=dict)  # exit depth by generated position
+
+    @property
+    def replays(self) -> bool:
+        return self.position < self.prompt_len - 1 + len(self.forced_ids)
+
+    def forced_depth(self, position: int) -> int | None:
+        """The depth that is known of a position, if it is replayed."""
+        at = position - self.prompt_len + 1
+        return self.forced_depths[at] if at < len(self.forced_depths) else None
 
 
 @dataclass
@@ -228,7 +248,10 @@ class FakeWorker:
                 table=[admit.cached_slots[d * cached : (d + 1) * cached] for d in range(self.loops)],
                 prefilled=cached,
                 granted_until=len(admit.input_ids),
+                forced_ids=admit.forced_ids,
+                forced_depths=admit.forced_depths,
             )
+            self._check_forced(admit)
         for grant in plan.grants:
             self._grant(grant)
         for mask in plan.masks:
@@ -236,11 +259,20 @@ class FakeWorker:
             if row.epoch == mask.epoch and row.state != "done":
                 assert row.params.constrained
                 assert row.mask is None or mask.position == row.mask.position + 1
-                assert mask.position == len(row.tokens) - 1
+                assert mask.position == max(len(row.tokens), row.prompt_len + len(row.forced_ids)) - 1
                 row.mask = mask
         for chunk in plan.chunks:
             self._chunk(chunk)
         self.applied.append((plan.plan_id, self.launched))
+
+    def _check_forced(self, admit: Admit) -> None:
+        """A request comes back with what this worker made of it before."""
+        prefix = prefix_hash(admit.input_ids)
+        assert len(admit.forced_ids) == len(admit.forced_depths)
+        for index, (token, depth) in enumerate(zip(admit.forced_ids, admit.forced_depths, strict=True)):
+            assert depth == (exit_depth(prefix, index - 1, admit.params) if index else self.loops)
+            assert admit.params.constrained or token == next_token(prefix)
+            prefix = extend_hash(prefix, token)
 
     def _take(self, slots: list[int]) -> None:
         """Slots that the scheduler gives to a row: nothing launched may still use them."""
@@ -261,7 +293,9 @@ class FakeWorker:
         at = 0
         for width in grant.widths:
             index = row.granted_until - row.prompt_len
-            assert width == self.layout.width(row.params, index)
+            known = row.forced_depth(row.granted_until)
+            wanted = self.layout.width(row.params, index) if known is None else self.layout.used(known)
+            assert width == wanted
             slots = grant.slots[at : at + width]
             at += width
             for depth in range(self.loops):
@@ -357,7 +391,8 @@ class FakeWorker:
         for number, row in self.rows.items():
             if row.state == "live" and row.position < row.granted_until:
                 self._core(row, launched.uses)
-            ready = not row.params.constrained or (row.mask and row.mask.position == row.position)
+            masked = row.mask is not None and row.mask.position == row.position
+            ready = not row.params.constrained or masked or row.replays
             if row.state == "coda" and ready and self.rng.random() < 0.8:
                 self._coda(row, number, launched.events)
         self.launched += 1
@@ -372,7 +407,9 @@ class FakeWorker:
             self._reads(row, row.table[depth][before], before, depth)
         uses.update(row.table[depth][: position + 1])
         row.depth += 1
-        loops = exit_depth(row.hashes[position], position - row.prompt_len, row.params)
+        loops = row.forced_depth(position)
+        if loops is None:
+            loops = exit_depth(row.hashes[position], position - row.prompt_len, row.params)
         if row.depth == loops:
             row.exits[position] = loops
             for deeper in range(loops, self.loops):
@@ -380,12 +417,14 @@ class FakeWorker:
             row.state = "coda"
 
     def _coda(self, row: FakeRow, number: int, events: list[tuple]) -> None:
-        if self.rng.random() < self.error_rate:
+        if not row.replays and self.rng.random() < self.error_rate:
             events.append((number, row.epoch, row.position, 0, row.depth, FinishReason.ERROR))
             row.state = "done"
             return
         token = next_token(row.hashes[row.position])
-        if row.mask is not None:
+        if row.replays:
+            token = row.forced_ids[row.position - row.prompt_len + 1]
+        elif row.mask is not None:
             bits = int.from_bytes(row.mask.bits, "little")
             token = allowed_token(token, {i for i in range(VOCAB) if bits >> i & 1})
         row.hashes.append(extend_hash(row.hashes[row.position], token))
@@ -396,6 +435,7 @@ class FakeWorker:
             reason = FinishReason.LENGTH
         elif token in row.params.end_ids:
             reason = FinishReason.STOP_ID
+        assert reason is FinishReason.NONE or not row.replays, "a request that was over came back"
         depth = self.loops if count == 1 else row.depth
         events.append((number, row.epoch, row.position, token, depth, reason))
         row.position += 1
@@ -448,6 +488,7 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     finished: Finished | None = None
     aborted: bool = False
+    retractions: int = 0
     stopped_at: int | None = None
 
 
@@ -473,7 +514,8 @@ class Simulation:
         self.check_every = check_every
         self.steps = 0
         self.bypassed: Counter[int] = Counter()
-        self.queue: dict[int, tuple[int, int]] = {}  # uid: place, of waiting requests without a leader
+        # uid: place, of waiting requests without a leader
+        self.queue: dict[int, tuple[int, int, int]] = {}
         self.peak_rows = 0
 
     def submit(self, prompt: list[int], **options: object) -> int:
@@ -487,8 +529,34 @@ class Simulation:
         self.answers[uid] = Answer(message)
         self.scheduler.add(message)
         if message.leader is None and uid in self.scheduler.requests:
-            self.queue[uid] = (-message.priority, uid)
+            self.queue[uid] = (-message.priority, 1, uid)
         return uid
+
+    def pause(self, mode: str) -> None:
+        """Pause generation; retracted requests stand before those that wait for their first row."""
+        for request in self.scheduler.requests.values():
+            if mode == "abort":
+                self.answers[request.uid].aborted = True
+                self.queue.pop(request.uid, None)
+            elif mode == "retract" and request.state is not RequestState.WAITING:
+                self.answers[request.uid].retractions += 1
+                self.queue[request.uid] = (request.order[0], 0, request.arrival)
+                self.bypassed[request.uid] = 0
+        self.scheduler.control(ControlReq(0, ControlOp.PAUSE, {"mode": mode}), now=0.0)
+        assert self.scheduler.paused
+
+    def update_weights(self, version: str | None = None) -> ControlReply:
+        """Ask for other weights; the worker loads them."""
+        arguments = {"model_path": "/new", "weight_version": version}
+        self.scheduler.control(ControlReq(0, ControlOp.UPDATE_WEIGHTS, arguments), now=0.0)
+        assert self.scheduler.take_update() == UpdateWeights("/new")
+        assert self.scheduler.take_update() is None
+        self.worker.weights_updated()
+        self.scheduler.weights_updated(WeightsUpdated(True, "loaded"))
+        return self.scheduler.take_replies(0.0)[-1]
+
+    def resume(self) -> None:
+        self.scheduler.control(ControlReq(0, ControlOp.CONTINUE), now=0.0)
 
     def abort(self, uid: int) -> None:
         self.answers[uid].aborted = True
@@ -603,6 +671,9 @@ class Simulation:
     def check_answer(self, answer: Answer) -> None:
         finished, message = answer.finished, answer.message
         assert finished is not None, f"request {message.uid} was never answered"
+        assert finished.num_retractions == answer.retractions
+        if answer.started is not None:
+            assert finished.cached_tokens == answer.started.cached_tokens
         if message.grammar is not None and message.grammar.startswith("fail"):
             assert finished.reason is FinishReason.ERROR
             assert "no way on" in (finished.message or "")

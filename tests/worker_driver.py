@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -44,6 +44,9 @@ class Request:
     params: RowParams
     prompt_logprob_start: int | None = None
     abort_after: int | None = None  # release the row once it has produced so many tokens
+    grammar: str | None = None  # of a constrained request; a driver has none to offer
+    forced_ids: list[int] = field(default_factory=list)  # outputs to replay
+    forced_depths: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -180,8 +183,11 @@ class Driver:
     def _width(self, request: Request, position: int) -> int:
         if self.settings.shared_layout:
             return 1
+        output = position - len(request.input_ids) + 1
+        if output < len(request.forced_depths):
+            return request.forced_depths[output]
         if request.params.exit_trace is not None:
-            return request.params.exit_trace[position - len(request.input_ids) + 1]
+            return request.params.exit_trace[output]
         return request.params.max_loops
 
     def _need(self, request: Request) -> int:
@@ -213,6 +219,8 @@ class Driver:
                 len(table),
                 columns,
                 request.prompt_logprob_start,
+                request.forced_ids,
+                request.forced_depths,
             )
         )
         return True
@@ -327,6 +335,12 @@ class Driver:
             self.kept_slots |= kept
         self.free.extend(slot for slot in placed.owned if slot not in kept)
         self.random.shuffle(self.free)
+
+
+def retracted(request: Request, result: Result, rng: random.Random) -> Request:
+    """``request`` as it comes back from a retraction at some time before its end, which is ``result``."""
+    count = rng.randint(0, max(len(result.token_ids) - 1, 0))
+    return replace(request, forced_ids=result.token_ids[:count], forced_depths=result.exit_depths[:count])
 
 
 def run(

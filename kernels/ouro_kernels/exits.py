@@ -33,6 +33,7 @@ def exit_decision(
     max_loops: torch.Tensor,
     threshold: torch.Tensor,
     traced: torch.Tensor,
+    replayed: torch.Tensor,
     total_loops: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which lanes leave after the loop that they have just run.
@@ -40,7 +41,8 @@ def exit_decision(
     All arguments [L]: mode int64 (the constants above); loops int64, run so far, 1..T; hazard fp32,
     this loop's lambda; lookahead fp32, this loop's lookahead value (of whichever head the mode
     uses); survival fp32, S before this loop; pending bool, a trigger of an earlier loop; min_loops,
-    max_loops int64; threshold fp32; traced int64, the exit depth that a trace demands.
+    max_loops int64; threshold fp32; traced int64, the exit depth that a trace demands; replayed bool,
+    the lane leaves at that depth and at no other, whatever its mode and limits.
 
     Returns (leave bool, survival fp32 after this loop, pending bool after this loop).
     """
@@ -54,5 +56,5 @@ def exit_decision(
     leave_now |= (mode == TRACE) & (loops >= traced)
     trigger = (mode == OURO_DELAYED) & crossed & (loops >= min_loops)
     trigger |= ((mode == RANDOM_LOOKAHEAD) | (mode == LOOKAHEAD)) & announced & (loops + 1 >= min_loops)
-    leave = leave_now | pending | (loops >= max_loops)
+    leave = torch.where(replayed, loops >= traced, leave_now | pending | (loops >= max_loops))
     return leave, survival, trigger & ~leave

@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import zmq
 
@@ -504,16 +504,16 @@ class TokenizerManager:
         """
         return (await self._control(ControlOp.INFO)).info
 
-    async def pause(self, *, abort: bool) -> None:
+    async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Stop generating. New requests wait.
 
         Args:
-            abort: end all requests; else running ones stay as they are.
+            mode: what becomes of running requests, as in :class:`ControlOp`.
 
         Raises:
             RequestError: the scheduler is not there.
         """
-        await self._control(ControlOp.PAUSE, {"abort": abort})
+        await self._control(ControlOp.PAUSE, {"mode": mode})
 
     async def resume(self) -> None:
         """Undo :meth:`pause`.

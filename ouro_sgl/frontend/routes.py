@@ -87,7 +87,9 @@ class DetokenizeBody(Strict):
 
 class PauseBody(Strict):
     mode: Literal["abort", "retract", "in_place"] = Field(
-        "abort", description="what becomes of requests: they end, or stay as they are (retract: refused)"
+        "abort",
+        description="what becomes of requests: they end; or running ones go back to the queue, keep their "
+        "output and have its K/V computed again later; or they stay as they are",
     )
 
 
@@ -353,11 +355,7 @@ def _add_rollouts(app: FastAPI, manager: TokenizerManager) -> None:
 
     @app.post("/pause_generation")
     async def pause_generation(body: Annotated[PauseBody | None, Body()] = None) -> dict[str, str]:
-        mode = "abort" if body is None else body.mode
-        if mode == "retract":
-            # Recomputing the K/V of generated tokens needs the depths that they left the loop at.
-            raise RequestError("mode retract is not supported yet by this server: use abort or in_place")
-        await manager.pause(abort=mode == "abort")
+        await manager.pause("abort" if body is None else body.mode)
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     @app.post("/continue_generation")

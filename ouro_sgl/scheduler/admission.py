@@ -1,10 +1,10 @@
 """Which waiting request goes next.
 
-The queue is ordered by priority (higher first), then arrival. Only its first ``scan_limit``
-requests are looked at. One that does not fit may be passed by later ones, at most
-``max_bypasses`` times; then nothing that comes after it in the queue is admitted before it. With
-the policy ``lpm`` requests of equal priority are tried by the length of their cached prefix, under
-the same bound, so a request without a cached prefix cannot starve.
+The queue is ordered by priority (higher first), then retracted requests before others, then arrival.
+Only its first ``scan_limit`` requests are looked at. One that does not fit may be passed by later
+ones, at most ``max_bypasses`` times; then nothing that comes after it in the queue is admitted before
+it. With the policy ``lpm`` requests that are equal but for their arrival are tried by the length of
+their cached prefix, under the same bound, so a request without a cached prefix cannot starve.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Admission:
         window = self.queue.window(self.scan_limit)
         order = window
         if self.longest_prefix:
-            order = sorted(window, key=lambda r: (r.order[0], -prefix_length(r), r.arrival))
+            order = sorted(window, key=lambda r: (*r.order[:2], -prefix_length(r), r.arrival))
         barrier = self._barrier(window)
         for request in order:
             if barrier is not None and request.order > barrier:
@@ -101,7 +101,7 @@ class Admission:
                         other.bypasses += 1
                 barrier = self._barrier(window)
 
-    def _barrier(self, window: list[Request]) -> tuple[int, int] | None:
+    def _barrier(self, window: list[Request]) -> tuple[int, int, int] | None:
         """The place in the queue behind which nothing may be admitted now."""
         for request in window:
             if request.bypasses >= self.max_bypasses and request.state is RequestState.WAITING:
@@ -109,5 +109,5 @@ class Admission:
         return None
 
 
-def _order(request: Request) -> tuple[int, int]:
+def _order(request: Request) -> tuple[int, int, int]:
     return request.order

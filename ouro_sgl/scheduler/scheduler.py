@@ -8,11 +8,16 @@ The rules of slot safety, which the rest relies on:
 
 * Slots leave a request only (a) when an event shows that its token left the loop above them: they
   were never written and the table already points elsewhere; (b) when an event shows that the row
-  ended on the device, which then neither reads nor writes them; (c) when a row ended by the host
-  has drained: its release is applied and every round and chunk launched before that has retired.
+  ended on the device, which then neither reads nor writes them; (c) when a row ended or retracted by
+  the host has drained: its release is applied and every round and chunk launched before that has
+  retired.
 * The radix cache takes over slots only when the chunk that wrote them has retired.
 * A request is admitted only if all slots of its life can be reserved, so no draw ever fails and a
   running request never waits for another one's memory.
+
+A retracted request gives its row up and goes back to the queue with its output. Admitted again, its row
+is told the tokens and exit depths so far and runs through them as it did before; the scheduler follows
+that by the row's events and grants just what each position is known to need.
 """
 
 from __future__ import annotations
@@ -58,6 +63,8 @@ from ouro_sgl.scheduler.request import Request, RequestState
 from ouro_sgl.scheduler.stats import Stats
 
 FLUSH_PATIENCE = 1.0  # seconds that a flush waits for rows that drain
+# Rows that left so do not hand their generated tokens to the cache; NONE: the request was retracted.
+UNCACHED_OUTCOMES = (FinishReason.NONE, FinishReason.ABORT, FinishReason.ERROR)
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +92,7 @@ class Scheduler:
         self._epochs = [0] * config.max_rows
         self._free_rows = list(range(config.max_rows))  # a heap: the lowest row first
         self._chunks: deque[tuple[int, list[tuple[Request, int]]]] = deque()  # unretired: id, (row, end)
-        self._releases: list[Request] = []  # ended by the host, release not planned yet
+        self._releases: list[Request] = []  # ended or retracted by the host, release not planned yet
         self._draining: list[Request] = []  # release planned
         self._hungry: dict[int, Request] = {}  # by uid, rows that may need a grant
         self._masked: dict[int, Request] = {}  # by uid, running rows whose mask is not planned yet
@@ -120,8 +127,7 @@ class Scheduler:
             return
         need = self.layout.generated_need(message.params)
         request = Request(message, self._arrivals, need, self.config.total_loops)
-        best = request.match_limit if self.config.radix_cache else 0
-        request.least_need = self.layout.need(len(request.input_ids), best, need)
+        request.least_need = self._least_need(request)
         self._arrivals += 1
         self.requests[request.uid] = request
         if request.grammar is not None:
@@ -137,7 +143,7 @@ class Scheduler:
         for uid in uids:
             request = self.requests.get(uid)
             if request is not None:
-                untouched = request.state is RequestState.WAITING and not request.output_ids
+                untouched = request.state is RequestState.WAITING and not request.started
                 moment = " before prefill" if untouched else ""
                 self._end(request, FinishReason.ABORT, f"{cause}{moment}")
 
@@ -177,9 +183,12 @@ class Scheduler:
 
     def _pause(self, message: ControlReq) -> None:
         self.paused = True
-        if message.arguments["abort"]:
-            for request in list(self.requests.values()):
+        mode = message.arguments["mode"]
+        for request in list(self.requests.values()):
+            if mode == "abort":
                 self._end(request, FinishReason.ABORT, "Aborted: generation was paused")
+            elif mode == "retract" and request.state is not RequestState.WAITING:
+                self._retract(request)
         self._replies.append(ControlReply(message.control_id, True))
 
     def _begin_update(self, message: ControlReq) -> None:
@@ -212,6 +221,8 @@ class Scheduler:
             for request in self.requests.values():
                 if request.state is not RequestState.WAITING:
                     request.weight_versions.append(self.weight_version)
+                    info["paused_requests"] += 1
+                elif request.num_retractions:
                     info["paused_requests"] += 1
             info["weight_version"] = self.weight_version
         self._replies.append(ControlReply(asked.control_id, message.ok, message.message, info))
@@ -269,7 +280,7 @@ class Scheduler:
     def _take_token(self, request: Request, events: RoundEvents, index: int) -> None:
         position = events.positions[index]
         prompt_len = len(request.input_ids)
-        expected = prompt_len - 1 + len(request.output_ids)
+        expected = prompt_len - 1 + request.reached
         if request.state is not RequestState.RUNNING or position != expected:
             raise IntegrityError(
                 f"event of request {request.uid} ({request.state.name}) at position {position}, "
@@ -287,6 +298,12 @@ class Scheduler:
                 self.pool.give(slots[used:])
                 del slots[used:]
             request.kept += slots
+        if request.replaying:
+            self._check_replayed(request, events.token_ids[index], depth)
+            request.reached += 1
+            self._hungry[request.uid] = request
+            return
+        request.reached += 1
         request.output_ids.append(events.token_ids[index])
         request.exit_depths.append(depth)
         self.stats.generated_tokens += 1
@@ -305,6 +322,14 @@ class Scheduler:
         else:
             matched = events.token_ids[index] if reason is FinishReason.STOP_ID else None
             self._finish(request, reason, matched=matched)
+
+    def _check_replayed(self, request: Request, token_id: int, depth: int) -> None:
+        known = (request.output_ids[request.reached], request.exit_depths[request.reached])
+        if (token_id, depth) != known:
+            raise IntegrityError(
+                f"output {request.reached} of request {request.uid} was replayed as token {token_id} after "
+                f"{depth} loops, not as {known[0]} after {known[1]}"
+            )
 
     def _take_prompt_logprobs(self, part: ChunkLogprobs) -> None:
         request = self._rows[part.row]
@@ -395,7 +420,10 @@ class Scheduler:
         request.row, request.epoch = row, self._epochs[row]
         request.state = RequestState.PREFILL
         request.generation = self._generation
-        request.weight_versions = [self.weight_version]
+        if not request.started:
+            request.weight_versions = [self.weight_version]
+        elif request.weight_versions[-1] != self.weight_version:
+            request.weight_versions = [*request.weight_versions, self.weight_version]
         request.reserved = need
         request.node, request.tree_len = node, cached
         request.cached_len = request.planned = cached
@@ -406,8 +434,11 @@ class Scheduler:
             if request.wants_tops:
                 request.prompt_tops = [None] * len(request.prompt_logprobs)
         self._prefill.push(request)
-        self.stats.prompt_tokens += prompt_len
-        self.stats.cached_tokens += cached
+        if not request.num_retractions:
+            self.stats.prompt_tokens += prompt_len
+            self.stats.cached_tokens += cached
+        if not request.started:
+            request.cached_tokens = cached
         plan.admits.append(
             Admit(
                 row,
@@ -417,6 +448,8 @@ class Scheduler:
                 cached,
                 [slot for column in self.pool.radix.columns(node) for slot in column],
                 start,
+                list(request.output_ids),
+                list(request.exit_depths),
             )
         )
         return Verdict.ADMITTED
@@ -464,7 +497,7 @@ class Scheduler:
         widths: list[int] = []
         total = 0
         for position in range(start, min(running + self._grant_high, request.position_limit)):
-            width = self.layout.width(request.params, position - prompt_len)
+            width = self._width(request, position - prompt_len)
             if total + width > request.reserved:
                 break
             widths.append(width)
@@ -480,15 +513,38 @@ class Scheduler:
             at += width
         return Grant(request.row, request.epoch, start, widths, slots)
 
+    def _width(self, request: Request, index: int) -> int:
+        """Slots for the position of output ``index``: what it used before, if it is replayed."""
+        if index + 1 < len(request.exit_depths):
+            return self.layout.used(request.exit_depths[index + 1])
+        return self.layout.width(request.params, index)
+
+    def _least_need(self, request: Request) -> int:
+        """Slots of a request's whole life if the cache held all of its prompt that it may."""
+        best = request.match_limit if self.config.radix_cache else 0
+        return self.layout.need(len(request.input_ids), best, request.generated_need)
+
     # ------------------------------------------------------------------ prompts and endings
 
     def _finish_prompt(self, request: Request) -> None:
         """The last chunk of a prompt has retired."""
         request.state = RequestState.RUNNING
+        request.prefilled = True
         if self.layout.collapses_prompt:
             self._collapse(request)
         elif self.config.radix_cache and request.generation == self._generation:
             self._cache_prompt(request)
+        if not request.started:
+            self._report_start(request)
+        self.waiting.release(request.uid)
+        if request.params.max_new_tokens == 0:
+            self._finish(request, FinishReason.LENGTH)
+        else:
+            self._hungry[request.uid] = request
+            self._use_next_tokens(request)
+
+    def _report_start(self, request: Request) -> None:
+        """Tell the client of a prompt, once."""
         prompt_logprobs = None
         start = request.prompt_logprob_start
         if start is not None:
@@ -496,14 +552,10 @@ class Scheduler:
             if None in (values[1:] if start == 0 else values):
                 raise IntegrityError(f"prompt log-probabilities of request {request.uid} are missing")
             prompt_logprobs = PromptLogprobs(start, values, request.prompt_tops)
+            request.prompt_logprob_start = None  # should it be prefilled again, nobody asks for them
         versions = list(request.weight_versions)
-        self.output.start(Started(request.uid, request.cached_len, prompt_logprobs, versions))
-        self.waiting.release(request.uid)
-        if request.params.max_new_tokens == 0:
-            self._finish(request, FinishReason.LENGTH)
-        else:
-            self._hungry[request.uid] = request
-            self._use_next_tokens(request)
+        self.output.start(Started(request.uid, request.cached_tokens, prompt_logprobs, versions))
+        request.started = True
 
     def _take_next_tokens(self, found: NextTokens) -> None:
         """A request's grammar has been looked at; too late if the request has ended."""
@@ -518,9 +570,12 @@ class Scheduler:
             self._use_next_tokens(request)
 
     def _use_next_tokens(self, request: Request) -> None:
-        """Send the mask of a running row with the next plan, or end it if nothing may come."""
+        """Send the mask of a running row with the next plan, or end it if nothing may come.
+
+        A row that replays gets the mask for what comes behind its known output at once.
+        """
         found = request.next_tokens
-        if found is None:
+        if found is None or found.index < len(request.output_ids):
             return
         params = request.params
         if found.complete and (not params.end_ids or found.index < params.min_new_tokens):
@@ -564,7 +619,8 @@ class Scheduler:
     def _cache_generated(self, request: Request) -> set[int]:
         """Insert prompt and output of a row that is over; returns the slots that the cache took."""
         depths = request.exit_depths
-        count = max(len(depths) - 1, 0)  # the last output token has no K/V
+        # The last output token has no K/V, nor have those that a row which replayed did not come to.
+        count = max(min(len(depths), request.reached) - 1, 0)
         if self.config.radix_insert_generated == "full_depth":
             early = (i for i in range(count) if depths[i + 1] < self.config.total_loops)
             count = next(early, count)
@@ -596,6 +652,7 @@ class Scheduler:
     ) -> None:
         """The row ended on the device: nothing launched uses its slots, its place is free."""
         self._report(request, reason, matched=matched, message=message)
+        self._hungry.pop(request.uid, None)
         self._leave_row(request)
 
     def _end(self, request: Request, reason: FinishReason, message: str | None = None) -> None:
@@ -604,13 +661,30 @@ class Scheduler:
             self.waiting.remove(request)
             request.state = RequestState.FINISHED
         else:
-            request.state = RequestState.DRAINING
-            self._prefill.remove(request)
-            self._hungry.pop(request.uid, None)
-            self._masked.pop(request.uid, None)
-            self._give_back_reservation(request)
-            self._releases.append(request)
+            self._release(request)
         self._report(request, reason, message=message)
+
+    def _retract(self, request: Request) -> None:
+        """Put a request on a row back at the queue's head; its row drains as if it had ended."""
+        self._release(request)
+        again = request.retracted()
+        depths = enumerate(request.exit_depths[1:])
+        saved = sum(self.layout.width(request.params, i) - self.layout.used(depth) for i, depth in depths)
+        again.generated_need = self.layout.generated_need(request.params) - saved
+        again.least_need = self._least_need(again)
+        self.requests[request.uid] = again
+        self.output.tokens(again)  # what was not sent yet is its own now
+        self.waiting.push(again)
+        self.stats.retractions += 1
+
+    def _release(self, request: Request) -> None:
+        """Let a row drain: its release goes with the next plan."""
+        request.state = RequestState.DRAINING
+        self._prefill.remove(request)
+        self._hungry.pop(request.uid, None)
+        self._masked.pop(request.uid, None)
+        self._give_back_reservation(request)
+        self._releases.append(request)
 
     def _report(
         self,
@@ -632,7 +706,8 @@ class Scheduler:
                 request.uid,
                 reason,
                 len(request.output_ids),
-                cached_tokens=request.cached_len,
+                cached_tokens=request.cached_tokens,
+                num_retractions=request.num_retractions,
                 matched=matched,
                 message=message,
                 weight_versions=request.weight_versions,
@@ -642,11 +717,11 @@ class Scheduler:
     def _leave_row(self, request: Request) -> None:
         """Free everything that a row holds; nothing launched can use it any more."""
         self._give_back_reservation(request)
-        self._hungry.pop(request.uid, None)
         taken: set[int] = set()
         if self.config.radix_cache and self.config.radix_insert_generated != "never":
-            current = request.generation == self._generation
-            if current and request.outcome not in (FinishReason.ABORT, FinishReason.ERROR):
+            # A request with output can be stopped in the midst of its prompt, if it was retracted.
+            current = request.prefilled and request.generation == self._generation
+            if current and request.outcome not in UNCACHED_OUTCOMES:
                 taken = self._cache_generated(request)
         slots = request.owned_slots()
         self.pool.give([slot for slot in slots if slot not in taken] if taken else slots)
@@ -720,7 +795,7 @@ class Scheduler:
             "mean_exit_depth": stats.mean_exit_depth,
             "plans": stats.plans,
             "chunks": stats.chunks,
-            "retractions": 0,
+            "retractions": stats.retractions,
             "paused": self.paused,
             "weight_version": self.weight_version,
             "worker": dict(stats.worker),

@@ -9,10 +9,11 @@ from ouro_sgl.messages import FinishReason
 
 @dataclass
 class Stats:
-    """Counters of one scheduler. Tokens are counted once, however often they are sent."""
+    """Counters of one scheduler. Tokens are counted once, however often they are sent or computed."""
 
     requests: int = 0
     refused: int = 0
+    retractions: int = 0
     prompt_tokens: int = 0  # of admitted requests
     cached_tokens: int = 0  # of these, taken from the radix cache
     generated_tokens: int = 0

@@ -72,8 +72,9 @@ class RoundRunner:
         ready = self._coda_rows(core_ran=bool(len(lanes)))
         if len(ready):
             sampled = self._sampler.run(self._model.coda(self._rows.hidden[ready]), ready, wishes)
-            self._record(block, ready, sampled)
-            self._advance(ready, sampled)
+            replayed = self._force(ready, sampled)
+            self._record(block, ready, sampled, replayed)
+            self._advance(ready, sampled, replayed)
         return block
 
     def _live_lanes(self) -> torch.Tensor:
@@ -134,6 +135,7 @@ class RoundRunner:
             rows.max_loops[lanes],
             rows.exit_threshold[lanes],
             rows.trace[lanes, rows.position[lanes]].long(),
+            rows.replayed(lanes),
             total,
         )
 
@@ -148,10 +150,12 @@ class RoundRunner:
     def _coda_rows(self, *, core_ran: bool) -> torch.Tensor:
         """Rows whose logits are made now: all that wait, once they are enough or must not wait on.
 
-        A constrained row is not among them until the mask of its position has come.
+        A constrained row is not among them until the mask of its position has come; a replayed
+        position needs none.
         """
         rows = self._rows
         masked = (rows.constrained == 0) | (rows.mask_position == rows.position)
+        masked |= rows.position < rows.replay_until
         ready = ((rows.state == RowState.CODA) & masked).nonzero().squeeze(1)
         if not len(ready) or len(ready) >= self._min_coda_batch_size or not core_ran:
             return ready
@@ -160,7 +164,17 @@ class RoundRunner:
             return ready
         return ready[:0]
 
-    def _record(self, block: RoundBlock, ready: torch.Tensor, sampled: Sampled) -> None:
+    def _force(self, ready: torch.Tensor, sampled: Sampled) -> torch.Tensor:
+        """Put known tokens in the place of sampled ones. Returns which rows are replayed, [M] bool."""
+        rows = self._rows
+        replayed = rows.replayed(ready)
+        known = rows.forced[ready, rows.position[ready]].long()
+        sampled.token_ids = torch.where(replayed, known, sampled.token_ids)
+        return replayed
+
+    def _record(
+        self, block: RoundBlock, ready: torch.Tensor, sampled: Sampled, replayed: torch.Tensor
+    ) -> None:
         rows = self._rows
         block.exits = len(ready)
         block.rows = ready.tolist()
@@ -175,19 +189,24 @@ class RoundRunner:
         ends_by_length = (rows.position[ready] >= rows.last_position[ready]).tolist()
         ends_by_id = rows.is_end[ready, sampled.token_ids].tolist()
         finite = sampled.finite.tolist()
-        for good, length, end in zip(finite, ends_by_length, ends_by_id, strict=True):
-            if not good:
+        for known, good, length, end in zip(
+            replayed.tolist(), finite, ends_by_length, ends_by_id, strict=True
+        ):
+            if known:
+                block.reasons.append(FinishReason.NONE)
+            elif not good:
                 block.reasons.append(FinishReason.ERROR)
             elif length:  # length is tested before end ids
                 block.reasons.append(FinishReason.LENGTH)
             else:
                 block.reasons.append(FinishReason.STOP_ID if end else FinishReason.NONE)
 
-    def _advance(self, ready: torch.Tensor, sampled: Sampled) -> None:
+    def _advance(self, ready: torch.Tensor, sampled: Sampled, replayed: torch.Tensor) -> None:
         """End the rows that are through; put the others on their new token at depth 0."""
         rows, tokens = self._rows, sampled.token_ids
         done = rows.position[ready] >= rows.last_position[ready]
         done |= rows.is_end[ready, tokens] | ~sampled.finite
+        done &= ~replayed
         rows.output_counts[ready, tokens] += 1
         rows.position[ready] += 1
         rows.depth[ready] = 0

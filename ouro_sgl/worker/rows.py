@@ -47,6 +47,7 @@ INTEGERS = (
     "constrained",
     "mask_position",  # the position whose mask lies in ``mask``
     "reports_lambdas",
+    "replay_until",  # positions before it are replayed: their token and exit depth are known; 0: none
 )
 FLOATS = (
     "survival",
@@ -94,6 +95,7 @@ class Rows:
     constrained: torch.Tensor
     mask_position: torch.Tensor
     reports_lambdas: torch.Tensor
+    replay_until: torch.Tensor
     survival: torch.Tensor
     exit_threshold: torch.Tensor
     temperature: torch.Tensor
@@ -128,6 +130,7 @@ class Rows:
 
         self.hidden = table(dtype, hidden_size)
         self.trace = table(torch.int8, max_length)  # exit depth demanded at each position
+        self.forced = table(torch.int32, max_length)  # of replayed positions: the token that they predict
         self.output_counts = table(torch.int32, vocab_size)
         self.prompt_seen = table(torch.bool, vocab_size)
         self.bias = table(torch.float32, vocab_size)
@@ -168,6 +171,7 @@ class Rows:
             "constrained": params.constrained,
             "mask_position": -1,
             "reports_lambdas": params.exit_lambdas,
+            "replay_until": length - 1 + len(admit.forced_ids) if admit.forced_ids else 0,
         }
         floats = {
             "survival": 1.0,
@@ -185,6 +189,10 @@ class Rows:
             # entry i is the depth of position length - 1 + i, so entry 0 is the prefill's
             depths = params.exit_trace[: max(1, params.max_new_tokens)]
             self.trace[row, length - 1 : length - 1 + len(depths)] = self.upload(depths, torch.int8)
+        if admit.forced_ids:
+            known = slice(length - 1, length - 1 + len(admit.forced_ids))
+            self.trace[row, known] = self.upload(admit.forced_depths, torch.int8)
+            self.forced[row, known] = self.upload(admit.forced_ids, torch.int32)
         if penalised:
             self.output_counts[row] = 0
             self.prompt_seen[row] = False
@@ -196,6 +204,10 @@ class Rows:
         self.is_end[row] = False
         if params.end_ids:
             self.is_end[row].index_fill_(0, self.upload(params.end_ids, torch.int64), 1)
+
+    def replayed(self, at: torch.Tensor) -> torch.Tensor:
+        """Which of the rows ``at`` [M] stand at a position whose token and exit depth are known: [M] bool."""
+        return self.position[at] < self.replay_until[at]
 
     def set_prompt_slots(self, row: int, start: int, slots: Sequence[int]) -> None:
         """Slots of the prompt positions ``start ..``, depth-major [T * n]."""

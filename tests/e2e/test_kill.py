@@ -102,11 +102,14 @@ def test_a_stop_lets_open_calls_finish(model: Path) -> None:
         assert "Traceback" not in server.log()
 
 
-def test_a_stop_aborts_what_takes_too_long(model: Path, temporary: Path) -> None:
+@pytest.mark.parametrize("retracted", [False, True])
+def test_a_stop_aborts_what_takes_too_long(model: Path, temporary: Path, retracted: bool) -> None:
     flags = ["--num-slots", SLOTS, "--shutdown-timeout", "0.5"]
     with ThreadPoolExecutor(CALLS) as pool, running_server(model, *flags) as server:
         calls = Calls(server, pool, LONG)
         pids = family(server.process.pid)
+        if retracted:
+            assert server.post("/pause_generation", {"mode": "retract"}).status == 200
         server.process.send_signal(signal.SIGTERM)
         for status, last in calls.results(PATIENCE):
             assert status == 200

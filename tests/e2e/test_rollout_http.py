@@ -67,16 +67,24 @@ def ask(server: Server, **changes: Any) -> dict[str, Any]:
 
 
 class Stream:
-    """A greedy stream, read in the background."""
+    """A stream, greedy unless ``sampling`` says otherwise, read in the background."""
 
     def __init__(
-        self, server: Server, pool: ThreadPoolExecutor, max_new_tokens: int, **sampling: Any
+        self,
+        server: Server,
+        pool: ThreadPoolExecutor,
+        max_new_tokens: int,
+        *,
+        return_logprob: bool = False,
+        **sampling: Any,
     ) -> None:
         self.chunks: list[dict[str, Any]] = []
         self._url = server.url + "/generate"
         self._payload = {
             "text": LONG_PROMPT,
             "stream": True,
+            "return_logprob": return_logprob,
+            "return_exit_logprobs": return_logprob,
             "sampling_params": {
                 **{"max_new_tokens": max_new_tokens, "ignore_eos": True, "temperature": 0.0},
                 **sampling,
@@ -230,10 +238,121 @@ def test_pause_in_place_alone_changes_nothing(server: Server) -> None:
     assert "weight_versions" not in last["meta_info"]
 
 
+def wait_until_empty(server: Server) -> None:
+    """Every row and slot is free, or holds a cached prompt."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        found = state(server)
+        if found["free_rows"] == found["rows"]:
+            break
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    assert (found["running"], found["prefilling"], found["draining"], found["reserved_slots"]) == (0, 0, 0, 0)
+    assert found["free_slots"] + found["evictable_slots"] == found["num_slots"]
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "sampling_seed": 11, "top_p": 0.9},
+    {"temperature": 0.8, "sampling_seed": 12, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
+    {"exit_mode": "ouro_delayed", "exit_threshold": 0.5},
+    {"regex": "[a-z]{2000}"},
+]
+
+
+def test_pause_retract_alone_changes_nothing(server: Server) -> None:
+    def start() -> list[Stream]:
+        return [Stream(server, pool, 300, return_logprob=True, **sampling) for sampling in SAMPLINGS]
+
+    with ThreadPoolExecutor(len(SAMPLINGS)) as pool:
+        alone = [stream.last() for stream in start()]
+        before = state(server)["retractions"]
+        streams = start()
+        for stream in streams:
+            stream.wait_for_tokens(20)
+        assert post(server, "/pause_generation", mode="retract")[0] == 200
+        counts = [stream.wait_until_still() for stream in streams]
+        assert all(20 <= count < 300 for count in counts)
+        wait_until_empty(server)
+        assert (state(server)["waiting"], state(server)["paused"]) == (len(streams), True)
+        assert state(server)["retractions"] == before + len(streams)
+        assert server.post("/flush_cache", {}).status == 400
+        assert post(server, "/continue_generation")[0] == 200
+        lasts = [stream.last() for stream in streams]
+    names = ("finish_reason", "exit_depths", "output_token_logprobs", "exit_logprobs", "completion_tokens")
+    for stream, last, expected in zip(streams, lasts, alone, strict=True):
+        assert (last["output_ids"], last["text"]) == (expected["output_ids"], expected["text"])
+        for name in names:
+            assert last["meta_info"][name] == expected["meta_info"][name]
+        assert last["meta_info"]["num_retractions"] == 1
+        assert "weight_versions" not in last["meta_info"]
+        lengths = [len(chunk["output_ids"]) for chunk in stream.chunks]
+        assert lengths == sorted(lengths)
+        for chunk in stream.chunks:
+            assert expected["text"].startswith(chunk["text"])
+    wait_until_empty(server)
+    assert server.post("/flush_cache", {}).status == 200
+    assert state(server)["free_slots"] == state(server)["num_slots"]
+
+
+def test_pause_retract_computes_everything_again_with_other_weights(
+    server: Server, models: tuple[Path, Path]
+) -> None:
+    full = {"max_new_tokens": 150, "ignore_eos": True, "temperature": 0.0, "exit_threshold": 1.0}
+    with ThreadPoolExecutor(2) as pool:
+        stream = Stream(server, pool, 150, exit_threshold=1.0)
+        stream.wait_for_tokens(20)
+        post(server, "/pause_generation", mode="retract")
+        kept = stream.wait_until_still()
+        waiting = pool.submit(ask, server)  # new requests wait too
+        update = {"model_path": str(models[1]), "weight_version": "next"}
+        status, body = post(server, "/update_weights_from_disk", **update)
+        assert (status, body["success"], body["num_paused_requests"]) == (200, True, 1)
+        assert not waiting.done()
+        post(server, "/continue_generation")
+        last = stream.last()
+        assert waiting.result(PATIENCE)["meta_info"]["num_retractions"] == 0
+    meta = last["meta_info"]
+    assert (meta["weight_version"], meta["weight_versions"]) == ("next", ["default", "next"])
+    assert (meta["num_retractions"], meta["completion_tokens"]) == (1, 150)
+    # Nothing is left of the old weights but the tokens: the new ones go on from them as from a prompt.
+    # Tokens that run all loops have the K/V that they have in a prompt, up to rounding.
+    prompt = post(server, "/tokenize", prompt=LONG_PROMPT)[1]["tokens"]
+    fresh = ask(server, text=None, input_ids=prompt + last["output_ids"][:kept], sampling_params=full)
+    assert last["output_ids"][kept:] == fresh["output_ids"][: 150 - kept]
+
+
+@pytest.mark.parametrize("end", ["abort", "disconnect", "pause"])
+def test_a_retracted_request_can_end(server: Server, end: str) -> None:
+    with httpx.Client(timeout=PATIENCE, trust_env=False) as client:
+        payload = {
+            "rid": "gone",
+            "text": LONG_PROMPT,
+            "stream": True,
+            "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True},
+        }
+        with client.stream("POST", server.url + "/generate", json=payload) as response:
+            lines = response.iter_lines()
+            next(line for line in lines if line)
+            post(server, "/pause_generation", mode="retract")
+            if end == "abort":
+                assert server.post("/abort_request", {"rid": "gone"}).status == 200
+            elif end == "pause":
+                post(server, "/pause_generation", mode="abort")
+            if end != "disconnect":
+                last = json.loads([line for line in lines if line][-2][len("data: ") :])
+                assert last["meta_info"]["finish_reason"]["type"] == "abort"
+                assert last["meta_info"]["num_retractions"] == 1
+    deadline = time.monotonic() + PATIENCE
+    while state(server)["waiting"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    wait_until_empty(server)
+    post(server, "/continue_generation")
+    assert ask(server)["meta_info"]["completion_tokens"] == 16
+
+
 def test_refusals_and_exit_gate_values(server: Server, models: tuple[Path, Path]) -> None:
-    status, body = post(server, "/pause_generation", mode="retract")
-    assert status == 400
-    assert "retract" in body["error"]["message"]
     assert post(server, "/pause_generation", mode="nap")[0] == 400
     assert post(server, "/update_weights_from_disk")[0] == 400
     keep = {"model_path": str(models[0]), "flush_cache": False}

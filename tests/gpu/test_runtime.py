@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from ouro_sgl.messages import RowParams
 from ouro_sgl.models.reference import ReferenceModel
 from ouro_sgl.models.weights import load_weights
 from ouro_sgl.worker.worker import WorkerSettings
@@ -14,7 +15,7 @@ from tests.gpu.cuda_driver import CudaModel, Mode
 from tests.models import rand_checkpoint
 from tests.reference.test_exactness import make_requests
 from tests.reference.test_worker_reference import add_lookahead, on_an_edge, random_params
-from tests.worker_driver import Driver, Request, run
+from tests.worker_driver import Driver, Request, retracted, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -93,6 +94,56 @@ def test_any_schedule_and_mode_gives_the_same_bits(model: CudaModel, shared: boo
             for place, (result, wanted) in enumerate(zip(got, expected, strict=True)):
                 assert result.comparable() == wanted, (mode, seed, place)
     model.mode = Mode()
+
+
+@pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
+@pytest.mark.parametrize("shared", [False, True], ids=["last_exited", "shared"])
+def test_a_replayed_request_goes_on_with_the_same_bits(model: CudaModel, shared: bool) -> None:
+    requests = make_requests(16, seed=3)
+    plain = WorkerSettings(max_rows=1, max_length=LENGTH, shared_layout=shared)
+    results = [run(model, [request], plain, max_chunk=512, eager=True)[0] for request in requests]
+    for seed, mode in enumerate(MODES):
+        model.mode = mode
+        rng = random.Random(seed)
+        batch = [retracted(*pair, rng) for pair in zip(requests, results, strict=True)]
+        assert sum(len(request.forced_ids) for request in batch) > 30
+        settings = WorkerSettings(
+            max_rows=rng.choice([3, 16]),
+            max_length=LENGTH,
+            rounds_in_flight=rng.choice([1, 2, 4, 8]),
+            shared_layout=shared,
+            min_coda_batch_size=rng.choice([1, 3]),
+        )
+        found = run(model, batch, settings, seed, max_chunk=rng.choice([7, 300]), reuse_prefixes=not shared)
+        for index, (got, wanted) in enumerate(zip(found, results, strict=True)):
+            assert got.comparable() == wanted.comparable(), (mode, index)
+    model.mode = Mode()
+
+
+@pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
+def test_known_output_that_no_row_would_make_is_taken_as_it_is(model: CudaModel) -> None:
+    """Graphs that were captured for rows without any read it too; a constrained row needs no mask there."""
+    ids, depths = [200, 8, 31, 7], [4, 1, 3, 2]
+    settings = WorkerSettings(max_rows=4, max_length=LENGTH, rounds_in_flight=2)
+    requests = [
+        Request(
+            [5, 6, 7],
+            RowParams(max_new_tokens=9, temperature=0.0, end_ids=[8], min_loops=2, max_loops=2),
+            forced_ids=ids,
+            forced_depths=depths,
+        ),
+        Request(
+            [5, 6],
+            RowParams(max_new_tokens=9, temperature=0.7, top_p=0.9, constrained=True),
+            abort_after=len(ids),
+            forced_ids=ids,
+            forced_depths=depths,
+        ),
+    ]
+    first, second = run(model, requests, settings, seed=1)
+    assert (first.token_ids[:4], first.exit_depths[:4]) == (ids, depths)
+    assert set(first.exit_depths[4:]) == {2}
+    assert (second.token_ids, second.exit_depths) == (ids, depths)
 
 
 @pytest.mark.parametrize("model", ["bfloat16"], indirect=True)

@@ -15,7 +15,7 @@ from ouro_sgl.messages import ExitMode, FinishReason, RowParams
 from ouro_sgl.worker.worker import WorkerSettings
 from tests.models import rand_checkpoint
 from tests.reference.test_worker_reference import add_lookahead
-from tests.worker_driver import Model, Request, Result, run
+from tests.worker_driver import Model, Request, Result, retracted, run
 
 LENGTH = 160
 
@@ -124,6 +124,26 @@ def test_any_schedule_gives_the_same_bits(model: Model, shared: bool) -> None:
             assert got == expected[index], f"request {index} differs from running alone"
 
     any_schedule()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["last_exited", "shared"])
+def test_a_replayed_request_goes_on_with_the_same_bits(model: Model, shared: bool) -> None:
+    requests = make_requests(16, seed=3)
+    results = alone(model, requests, shared=shared)
+    for seed in range(4):
+        rng = random.Random(seed)
+        batch = [retracted(*pair, rng) for pair in zip(requests, results, strict=True)]
+        assert sum(len(request.forced_ids) for request in batch) > 30
+        setting = WorkerSettings(
+            max_rows=rng.choice([3, 16]),
+            max_length=LENGTH,
+            rounds_in_flight=rng.randint(1, 8),
+            shared_layout=shared,
+            min_coda_batch_size=rng.choice([1, 3]),
+        )
+        found = run(model, batch, setting, seed, max_chunk=rng.choice([7, 64]), reuse_prefixes=not shared)
+        for index, (got, wanted) in enumerate(zip(found, results, strict=True)):
+            assert got.comparable() == wanted.comparable(), f"request {index} is not what it was"
 
 
 def test_a_row_with_unusable_logits_ends_alone(model: Model) -> None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ouro_sgl.messages import FinishReason
+from ouro_sgl.messages import ExitMode, FinishReason
 from ouro_sgl.models.reference import ReferenceModel
 from tests.models import rand_checkpoint
 from tests.pair import Pair
@@ -161,6 +163,65 @@ def test_any_company_gives_the_same_bits(model: Model, layout: str) -> None:
 
     any_company()
     assert (hits[0] > 0) == (layout == "last_exited")
+
+
+def constrained(request: Request, grammar: str) -> Request:
+    """``request`` under a grammar of :class:`tests.utils_scheduler.FakeGrammars`."""
+    params = msgspec.structs.replace(
+        request.params, constrained=True, max_new_tokens=20, exit_mode=ExitMode.OURO, exit_trace=None
+    )
+    return replace(request, params=params, grammar=grammar)
+
+
+def test_retractions_change_no_bit(model: Model, layout: str) -> None:
+    """Every exit policy, greedy and sampled, penalised, constrained; retracted at any moment."""
+    requests = make_requests(16, seed=5)
+    requests += [constrained(request, "5 12") for request in make_requests(4, seed=6)]
+    assert {request.params.exit_mode for request in requests} == set(ExitMode)
+    expected = [alone(model, request, layout).comparable() for request in requests]
+    retractions, replayed = [], []
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.generate),
+    )
+    @given(
+        seed=st.integers(0, 2**32),
+        max_rows=st.integers(1, 16),
+        chunk=st.sampled_from([5, 33, 200]),
+        in_flight=st.integers(1, 8),
+        min_coda=st.sampled_from([1, 1, 3]),
+        tight=st.booleans(),
+        radix_cache=st.booleans(),
+    )
+    def any_company(
+        seed: int, max_rows: int, chunk: int, in_flight: int, min_coda: int, tight: bool, radix_cache: bool
+    ) -> None:
+        pair = Pair(
+            model,
+            seed=seed,
+            max_length=LENGTH,
+            min_coda_batch_size=min_coda,
+            num_slots=4 * LENGTH if tight else 40 * LENGTH,
+            max_rows=max_rows,
+            rounds_in_flight=in_flight,
+            chunked_prefill_size=chunk,
+            kv_layout=layout,
+            radix_cache=radix_cache,
+        )
+        results = pair.run(requests, retract_every=15)
+        for index, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+            assert result.comparable() == wanted, f"request {index} differs from one that nobody retracted"
+        retractions.extend(pair.retractions.values())
+        replayed.append(pair.replayed_tokens)
+        assert pair.scheduler.info()["retractions"] == sum(pair.retractions.values())
+
+    any_company()
+    assert max(retractions) > 1
+    assert min(replayed) > 20, "a schedule that says next to nothing of replay"
 
 
 @pytest.mark.parametrize("model", ["float32"], indirect=True)

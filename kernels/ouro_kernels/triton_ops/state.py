@@ -114,6 +114,7 @@ def finish_core_kernel(
     max_loops_ptr,
     threshold_ptr,
     trace_ptr,
+    replay_ptr,
     reports_ptr,
     lambdas_ptr,
     table_ptr,
@@ -167,6 +168,7 @@ def finish_core_kernel(
     looks = (mode == MODE_RANDOM) | (mode == MODE_LOOKAHEAD)
     trigger = trigger | (looks & announced & (loops + 1 >= min_loops))
     leave = leave | (tl.load(pending_ptr + row) != 0) | (loops >= tl.load(max_loops_ptr + row))
+    leave = tl.where(position < tl.load(replay_ptr + row), loops >= traced, leave)
 
     tl.store(depth_ptr + row, loops)
     tl.store(survival_ptr + row, survival)
@@ -187,6 +189,7 @@ def begin_coda_kernel(
     coda_wait_ptr,
     constrained_ptr,
     mask_position_ptr,
+    replay_ptr,
     lane_count_ptr,
     exits_ptr,
     exit_count_ptr,
@@ -196,12 +199,14 @@ def begin_coda_kernel(
     BR: tl.constexpr,
 ):
     """One program: the rows whose logits are made now. All that wait, once they are enough, or one
-    has waited T rounds, or nothing ran the core. A constrained row waits for its mask first."""
+    has waited T rounds, or nothing ran the core. A constrained row waits for its mask first, unless
+    its position is replayed."""
     r = tl.arange(0, BR)
     exists = r < rows
     position = tl.load(position_ptr + r, mask=exists, other=0)
     free = tl.load(constrained_ptr + r, mask=exists, other=0) == 0
     masked = free | (tl.load(mask_position_ptr + r, mask=exists, other=-1) == position)
+    masked = masked | (position < tl.load(replay_ptr + r, mask=exists, other=0))
     ready = (tl.load(state_ptr + r, mask=exists, other=0) == CODA) & masked
     number = tl.sum(ready.to(tl.int32), 0)
     waited = tl.load(coda_wait_ptr + r, mask=ready, other=-1) + 1
@@ -231,16 +236,22 @@ def advance_kernel(
     last_position_ptr,
     is_end_ptr,
     counts_ptr,
+    replay_ptr,
+    forced_ptr,
     reports_ptr,
     lambdas_ptr,
     events_ptr,
     capacity,
     V,
+    forced_stride,
     T: tl.constexpr,
     H: tl.constexpr,
     BH: tl.constexpr,
 ):
     """Per exited row: append the event, test length, then end ids, and put the row on its new token.
+
+    At a position before ``replay`` int64 [R] the token is that of ``forced`` int32 [R, positions] and
+    nothing is tested.
 
     ``events`` int64 [9 + T, capacity]: row, epoch, position, token, exit depth, reason, log-probability
     (fp32 bits), a line whose first entries are the numbers of events and lanes, whether the row
@@ -256,10 +267,13 @@ def advance_kernel(
     row = tl.load(exits_ptr + i).to(tl.int64)
     token = tl.load(tokens_ptr + i).to(tl.int64)
     position = tl.load(position_ptr + row)
+    replayed = position < tl.load(replay_ptr + row)
+    token = tl.where(replayed, tl.load(forced_ptr + row * forced_stride + position).to(tl.int64), token)
     ends = tl.load(is_end_ptr + row * V + token) != 0
     reason = tl.where(ends, REASON_STOP_ID, 0)
     reason = tl.where(position >= tl.load(last_position_ptr + row), REASON_LENGTH, reason)
     reason = tl.where(tl.load(bad_ptr + i) != 0, REASON_ERROR, reason)
+    reason = tl.where(replayed, 0, reason)
     out = events_ptr + i
     tl.store(out, row)
     tl.store(out + capacity, tl.load(epoch_ptr + row))

@@ -202,7 +202,14 @@ def test_decode_attention_agrees_with_prefill(dtype: torch.dtype) -> None:
 
 
 def decide(
-    mode: int, hazards: list[float], looks: list[float], low: int, high: int, q: float, traced: int = 0
+    mode: int,
+    hazards: list[float],
+    looks: list[float],
+    low: int,
+    high: int,
+    q: float,
+    traced: int = 0,
+    replayed: bool = False,
 ) -> int:
     """Loops that one token runs, T = len(hazards)."""
     survival, pending = torch.ones(1), torch.zeros(1, dtype=torch.bool)
@@ -218,6 +225,7 @@ def decide(
             torch.tensor([high]),
             torch.tensor([q]),
             torch.tensor([traced]),
+            torch.tensor([replayed]),
             len(hazards),
         )
         if bool(leave):
@@ -257,3 +265,11 @@ def test_exit_policies(
 @pytest.mark.parametrize("traced", [1, 2, 3, 4])
 def test_trace_needs_no_gate(traced: int) -> None:
     assert decide(4, [1.0] * 4, [1.0] * 4, 1, 4, 0.5, traced) == traced
+
+
+@pytest.mark.parametrize("mode", range(5))
+@pytest.mark.parametrize("traced", [1, 2, 3, 4])
+def test_a_replayed_token_leaves_where_it_left(mode: int, traced: int) -> None:
+    """Against limits, triggers and thresholds."""
+    assert decide(mode, [1.0] * 4, [1.0] * 4, 2, 2, 0.0, traced, replayed=True) == traced
+    assert decide(mode, NO, NO, 1, 4, 0.5, traced, replayed=True) == traced

@@ -13,30 +13,21 @@ from ouro_sgl.messages import (
     ControlReply,
     ControlReq,
     FinishReason,
-    UpdateWeights,
+    GenerateReq,
+    RoundEvents,
+    RowParams,
+    StepPlan,
     WeightsUpdated,
 )
+from ouro_sgl.scheduler.scheduler import Scheduler
 from tests.utils_scheduler import Simulation, make_config, make_scheduler
 
 PROMPT = [5, 6, 7, 8, 9]
 
 
-def control(sim: Simulation, op: ControlOp, **arguments: Any) -> list[ControlReply]:
-    sim.scheduler.control(ControlReq(1, op, arguments), now=0.0)
-    return sim.scheduler.take_replies(0.0)
-
-
-def update(sim: Simulation, version: str | None = None) -> ControlReply:
-    """Ask for other weights; the worker loads them."""
-    sim.scheduler.control(
-        ControlReq(2, ControlOp.UPDATE_WEIGHTS, {"model_path": "/new", "weight_version": version}), now=0.0
-    )
-    assert sim.scheduler.take_update() == UpdateWeights("/new")
-    assert sim.scheduler.take_update() is None
-    sim.worker.weights_updated()
-    sim.scheduler.weights_updated(WeightsUpdated(True, "loaded"))
-    (reply,) = sim.scheduler.take_replies(0.0)
-    return reply
+def control(scheduler: Scheduler, op: ControlOp, **arguments: Any) -> list[ControlReply]:
+    scheduler.control(ControlReq(1, op, arguments), now=0.0)
+    return scheduler.take_replies(0.0)
 
 
 def run(sim: Simulation, ticks: int) -> None:
@@ -48,7 +39,7 @@ def test_pause_with_abort_ends_everything_and_new_requests_wait() -> None:
     sim = Simulation(make_config(max_rows=2), seed=1)
     uids = [sim.submit([*PROMPT, i], max_new_tokens=30) for i in range(4)]
     run(sim, 40)
-    assert control(sim, ControlOp.PAUSE, abort=True) == [ControlReply(1, True)]
+    assert control(sim.scheduler, ControlOp.PAUSE, mode="abort") == [ControlReply(1, True)]
     for uid in uids:
         sim.answers[uid].aborted = True
     late = sim.submit(PROMPT, max_new_tokens=5)
@@ -57,7 +48,7 @@ def test_pause_with_abort_ends_everything_and_new_requests_wait() -> None:
     assert sim.answers[late].started is None
     assert sim.scheduler.info()["draining"] == 0
     assert sim.scheduler.info()["paused"]
-    assert control(sim, ControlOp.CONTINUE) == [ControlReply(1, True)]
+    assert control(sim.scheduler, ControlOp.CONTINUE) == [ControlReply(1, True)]
     sim.run_until_done()
 
 
@@ -68,13 +59,13 @@ def test_pause_in_place_keeps_rows_and_changes_no_token(layout: str) -> None:
         sim.submit([*PROMPT, i] * 8, max_new_tokens=40)
         sim.submit([*PROMPT, i], max_new_tokens=40, grammar="5 50")
     run(sim, 120)
-    control(sim, ControlOp.PAUSE, abort=False)
+    control(sim.scheduler, ControlOp.PAUSE, mode="in_place")
     run(sim, 400)
     tokens = sum(len(answer.tokens) for answer in sim.answers.values())
     run(sim, 200)
     assert sum(len(answer.tokens) for answer in sim.answers.values()) == tokens
     assert 0 < tokens < 6 * 80
-    control(sim, ControlOp.CONTINUE)
+    control(sim.scheduler, ControlOp.CONTINUE)
     sim.run_until_done()
 
 
@@ -82,13 +73,13 @@ def test_a_paused_request_can_be_aborted_and_stopped() -> None:
     sim = Simulation(make_config(), seed=3)
     first, second = (sim.submit([*PROMPT, i], max_new_tokens=60) for i in range(2))
     run(sim, 100)
-    control(sim, ControlOp.PAUSE, abort=False)
+    control(sim.scheduler, ControlOp.PAUSE, mode="in_place")
     run(sim, 200)
     sim.abort(first)
     sim.stop(second, 1)
     run(sim, 200)
     assert sim.scheduler.idle
-    control(sim, ControlOp.CONTINUE)
+    control(sim.scheduler, ControlOp.CONTINUE)
     sim.run_until_done()
 
 
@@ -96,12 +87,12 @@ def test_weights_are_not_updated_while_requests_run() -> None:
     sim = Simulation(make_config(), seed=4)
     sim.submit(PROMPT, max_new_tokens=30)
     run(sim, 20)
-    (reply,) = control(sim, ControlOp.UPDATE_WEIGHTS, model_path="/new", weight_version=None)
+    (reply,) = control(sim.scheduler, ControlOp.UPDATE_WEIGHTS, model_path="/new", weight_version=None)
     assert not reply.ok
     assert "pause first" in reply.message
     assert sim.scheduler.take_update() is None
     sim.run_until_done()
-    reply = update(sim)
+    reply = sim.update_weights()
     assert reply.ok
     assert reply.info == {"weight_version": "1", "paused_requests": 0}
 
@@ -134,7 +125,7 @@ def test_cached_prefixes_of_other_weights_are_never_read() -> None:
     sim.submit(PROMPT * 4, max_new_tokens=3)
     sim.run_until_done()
     assert sim.scheduler.pool.radix.cached > 0
-    assert update(sim, "v2").info["weight_version"] == "v2"
+    assert sim.update_weights("v2").info["weight_version"] == "v2"
     assert sim.scheduler.pool.radix.cached == 0
     uids = [sim.submit(PROMPT * 4, max_new_tokens=3) for _ in range(2)]
     sim.run_until_done()
@@ -150,17 +141,17 @@ def test_an_update_amid_paused_requests(seed: int) -> None:
     )
     before = [sim.submit(PROMPT * rng.randint(1, 9), max_new_tokens=40) for _ in range(12)]
     run(sim, rng.randint(50, 200))
-    control(sim, ControlOp.PAUSE, abort=False)
+    control(sim.scheduler, ControlOp.PAUSE, mode="in_place")
     run(sim, 200)
     held = [uid for uid in before if sim.answers[uid].started and not sim.answers[uid].finished]
     # What rows in place read keeps what it holds; the fake worker would not know it again else.
     kept = dict(sim.worker.holds)
-    reply = update(sim)
+    reply = sim.update_weights()
     sim.worker.holds = kept
     assert reply.info["paused_requests"] >= len(held) > 0
     generation = sim.scheduler._generation
     after = [sim.submit(PROMPT * rng.randint(1, 9), max_new_tokens=10) for _ in range(8)]
-    control(sim, ControlOp.CONTINUE)
+    control(sim.scheduler, ControlOp.CONTINUE)
     run(sim, 30)
     for request in sim.scheduler.requests.values():
         if request.generation == generation and request.node is not None:
@@ -173,3 +164,267 @@ def test_an_update_amid_paused_requests(seed: int) -> None:
         assert sim.answers[uid].finished.weight_versions == ["default", "1"]  # type: ignore[union-attr]
     for uid in after:
         assert sim.answers[uid].finished.weight_versions == ["1"]  # type: ignore[union-attr]
+
+
+# --------------------------------------------------------------------------- retraction
+
+
+def pause(scheduler: Scheduler, mode: str) -> None:
+    assert control(scheduler, ControlOp.PAUSE, mode=mode) == [ControlReply(1, True)]
+    scheduler.check_integrity()
+
+
+def resume(scheduler: Scheduler) -> None:
+    assert control(scheduler, ControlOp.CONTINUE) == [ControlReply(1, True)]
+
+
+def plan_of(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.step()
+    assert plan is not None
+    return plan
+
+
+def token(scheduler: Scheduler, epoch: int, position: int, token_id: int, depth: int, chunk: int = 1) -> None:
+    """An event of row 0."""
+    scheduler.process_events(
+        RoundEvents(0, 0, chunk, [0], [epoch], [position], [token_id], [depth], [FinishReason.NONE])
+    )
+    scheduler.check_integrity()
+
+
+def three_tokens(**params: Any) -> Scheduler:
+    """One request on row 0 with outputs 3, 4, 5 after 4, 1 and 3 loops, the last of them not sent."""
+    scheduler = make_scheduler(max_rows=1, radix_cache=False)
+    scheduler.add(GenerateReq(0, PROMPT, RowParams(**{"max_new_tokens": 8, **params})))
+    scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, 1))
+    token(scheduler, 1, 4, 3, 4)
+    token(scheduler, 1, 5, 4, 1)
+    assert scheduler.take_output() is not None
+    token(scheduler, 1, 6, 5, 3)
+    scheduler.step()
+    return scheduler
+
+
+def test_a_retracted_row_drains_and_is_told_what_it_had() -> None:
+    scheduler = three_tokens()
+    free = len(scheduler.pool.allocator)
+    pause(scheduler, "retract")
+    batch = scheduler.take_output()
+    assert batch is not None
+    assert (batch.token_ids, batch.exit_depths, batch.finished) == ([5], [3], [])  # sent once
+    plan = plan_of(scheduler)
+    assert [(r.row, r.epoch) for r in plan.releases] == [(0, 1)]
+    token(scheduler, 1, 7, 6, 4)  # of a round launched before: lost, and made again later
+    scheduler.process_events(RoundEvents(plan.plan_id - 1, 5, 1))
+    assert len(scheduler.pool.allocator) == free
+    scheduler.process_events(RoundEvents(plan.plan_id, 6, 1))
+    assert len(scheduler.pool.allocator) == scheduler.config.num_slots
+    info = scheduler.info()
+    assert (info["waiting"], info["running"], info["draining"], info["retractions"]) == (1, 0, 0, 1)
+    assert scheduler.step() is None  # paused
+
+    resume(scheduler)
+    plan = plan_of(scheduler)
+    (admit,) = plan.admits
+    assert (admit.epoch, admit.input_ids) == (2, PROMPT)
+    assert (admit.forced_ids, admit.forced_depths) == ([3, 4, 5], [4, 1, 3])
+    assert plan.grants[0].widths == [1, 3, 4, 4]
+    scheduler.process_events(RoundEvents(plan.plan_id, 6, 2))
+    for position, token_id, depth in ((4, 3, 4), (5, 4, 1), (6, 5, 3)):
+        token(scheduler, 2, position, token_id, depth, chunk=2)
+        assert scheduler.take_output() is None
+    token(scheduler, 2, 7, 6, 2, chunk=2)
+    batch = scheduler.take_output()
+    assert batch is not None
+    assert (batch.started, batch.token_ids, batch.exit_depths) == ([], [6], [2])
+    info = scheduler.info()
+    assert (info["generated_tokens"], info["prompt_tokens"]) == (4, 5)
+    scheduler.abort([0])
+    batch = scheduler.take_output()
+    assert batch is not None
+    assert batch.finished[0].num_retractions == 1
+
+
+def test_a_known_output_that_comes_back_changed_is_an_error() -> None:
+    for token_id, depth in ((9, 4), (3, 3)):
+        scheduler = three_tokens()
+        pause(scheduler, "retract")
+        scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, 1))
+        resume(scheduler)
+        scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, 2))
+        with pytest.raises(IntegrityError, match="output 0 of request 0 was replayed"):
+            token(scheduler, 2, 4, token_id, depth, chunk=2)
+
+
+def test_a_retracted_request_needs_no_more_slots_than_it_is_known_to() -> None:
+    """One and three slots for the positions that left after as many loops; and it is retracted once."""
+    scheduler = three_tokens(max_new_tokens=7)
+    pause(scheduler, "retract")
+    (again,) = scheduler.requests.values()
+    assert again.generated_need == 1 + 3 + 4 * 4
+    pause(scheduler, "retract")
+    assert scheduler.requests[0] is again  # it is on no row: nothing to retract
+    assert scheduler.info()["retractions"] == 1
+
+
+def test_retracted_requests_come_before_those_that_never_ran() -> None:
+    scheduler = make_scheduler(max_rows=2)
+    for uid, priority in enumerate((0, 0, 0, 1)):
+        scheduler.add(GenerateReq(uid, [uid], RowParams(max_new_tokens=3), priority=priority))
+        if uid == 1:
+            plan_of(scheduler)
+    assert [request.uid for request in scheduler.waiting] == [3, 2]
+    pause(scheduler, "retract")
+    assert [request.uid for request in scheduler.waiting] == [3, 0, 1, 2]
+
+
+def test_siblings_go_on_waiting_for_a_leader_that_is_retracted() -> None:
+    scheduler = make_scheduler(chunked_prefill_size=4)
+    for uid in range(3):
+        leader = 0 if uid else None
+        scheduler.add(GenerateReq(uid, PROMPT, RowParams(max_new_tokens=3), leader=leader))
+    plan_of(scheduler)
+    pause(scheduler, "retract")
+    resume(scheduler)
+    plan = plan_of(scheduler)
+    assert (len(plan.releases), len(plan.admits)) == (1, 1)
+    scheduler.process_events(RoundEvents(plan.plan_id, 0, 2))  # chunks of the row that is gone
+    scheduler.check_integrity()
+    plan = plan_of(scheduler)
+    assert not plan.admits
+    scheduler.process_events(RoundEvents(plan.plan_id, 0, 4))
+    assert [admit.cached_len for admit in plan_of(scheduler).admits] == [4, 4]
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("end", ["abort", "stop", "fail", "pause"])
+def test_a_retracted_request_can_end_in_the_queue_and_in_its_replay(end: str, replays: bool) -> None:
+    scheduler = three_tokens()
+    pause(scheduler, "retract")
+    scheduler.take_output()
+    plan = plan_of(scheduler)
+    scheduler.process_events(RoundEvents(plan.plan_id, 0, 1))
+    if replays:
+        resume(scheduler)
+        plan = plan_of(scheduler)
+        scheduler.process_events(RoundEvents(plan.plan_id, 0, 2))
+        token(scheduler, 2, 4, 3, 4, chunk=2)
+        token(scheduler, 2, 5, 4, 1, chunk=2)
+    if end == "abort":
+        scheduler.abort([0])
+    elif end == "stop":
+        scheduler.stop(0, 3 if replays else 2)
+    elif end == "fail":
+        scheduler.fail_all("the worker died")
+    else:
+        pause(scheduler, "abort")
+    batch = scheduler.take_output()
+    assert batch is not None
+    (finished,) = batch.finished
+    tokens = 2 if end == "stop" and not replays else 3
+    assert (finished.num_tokens, finished.num_retractions) == (tokens, 1)
+    assert "prefill" not in (finished.message or "")
+    plan = scheduler.step()
+    assert (plan is not None) == replays
+    if plan is not None:
+        scheduler.process_events(RoundEvents(plan.plan_id, 9, 2))
+    scheduler.check_integrity()
+    assert scheduler.idle
+    assert len(scheduler.pool.allocator) == scheduler.config.num_slots
+
+
+def test_a_cut_replay_hands_to_the_cache_only_what_was_computed() -> None:
+    sim = Simulation(make_config(radix_insert_generated="always"), seed=7)
+    uid = sim.submit(PROMPT, max_new_tokens=40)
+    while len(sim.answers[uid].tokens) < 20:
+        sim.tick()
+    sim.pause("retract")
+    run(sim, 60)
+    assert sim.scheduler.pool.radix.cached <= 4 * len(PROMPT)  # of the retracted row only its prompt
+    sim.resume()
+    while sim.scheduler.requests[uid].reached < 7:
+        sim.tick()
+    reached = sim.scheduler.requests[uid].reached
+    sim.stop(uid, 15)
+    sim.run_until_done()
+    longer = sim.submit([*PROMPT, *sim.answers[uid].tokens[:15], 96], max_new_tokens=2)
+    sim.run_until_done()
+    assert sim.answers[longer].finished.cached_tokens == len(PROMPT) + reached - 1  # type: ignore[union-attr]
+
+
+def test_nothing_is_flushed_while_a_retracted_request_waits() -> None:
+    scheduler = three_tokens()
+    pause(scheduler, "retract")
+    scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, 1))
+    (reply,) = control(scheduler, ControlOp.FLUSH_CACHE)
+    assert not reply.ok
+    assert "0 requests run, 1 wait" in reply.message
+
+
+def test_a_pause_that_retracts_nothing() -> None:
+    scheduler = make_scheduler()
+    pause(scheduler, "retract")
+    assert scheduler.step() is None
+    scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=1)))
+    assert scheduler.step() is None
+    pause(scheduler, "retract")
+    resume(scheduler)
+    (admit,) = plan_of(scheduler).admits
+    assert (admit.forced_ids, scheduler.info()["retractions"]) == ([], 0)
+
+
+def test_other_weights_for_retracted_requests() -> None:
+    """Who had output is said to have run with both; who had none only ever ran with the new ones."""
+    sim = Simulation(make_config(num_slots=3000, chunked_prefill_size=3), seed=8)
+    first = sim.submit(PROMPT, max_new_tokens=40, prompt_logprob_start=0)
+    while len(sim.answers[first].tokens) < 5:
+        sim.tick()
+    second = sim.submit([9, *PROMPT * 5], max_new_tokens=4, prompt_logprob_start=2)
+    while not sim.scheduler.info()["prefilling"]:
+        sim.tick()
+    sim.pause("retract")
+    run(sim, 100)
+    assert sim.scheduler.info()["draining"] == 0
+    # only what was not reported yet is asked for again
+    assert [request.prompt_logprob_start for request in sim.scheduler.waiting] == [None, 2]
+    reply = sim.update_weights("next")
+    assert (reply.ok, reply.info["paused_requests"]) == (True, 2)
+    assert sim.scheduler.pool.radix.cached == 0
+    sim.resume()
+    sim.run_until_done()
+    assert sim.answers[first].finished.weight_versions == ["default", "next"]  # type: ignore[union-attr]
+    assert sim.answers[second].finished.weight_versions == ["next"]  # type: ignore[union-attr]
+    assert sim.answers[second].started.weight_versions == ["next"]  # type: ignore[union-attr]
+
+
+def test_a_grammar_goes_on_where_it_was() -> None:
+    """Its mask is sent when the prompt is done, or when it is found, and no other one before."""
+    for seed in range(10):
+        sim = Simulation(make_config(), seed=seed)
+        uids = [sim.submit([*PROMPT, i], max_new_tokens=40, grammar="5 30") for i in range(3)]
+        for _ in range(3):
+            run(sim, 80)
+            sim.pause("retract")
+            run(sim, sim.rng.choice([0, 3, 30]))
+            sim.resume()
+        sim.run_until_done()
+        assert {sim.answers[uid].finished.reason for uid in uids} == {FinishReason.STOP_GRAMMAR}  # type: ignore[union-attr]
+        assert all(len(sim.answers[uid].tokens) == 30 for uid in uids)
+
+
+def test_a_stop_in_the_midst_of_a_prompt_that_is_computed_again_caches_nothing_of_it() -> None:
+    scheduler = make_scheduler(chunked_prefill_size=2, max_chunks_ahead=1, radix_insert_generated="always")
+    scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=8)))
+    for chunk in (1, 2, 3):
+        scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, chunk))
+    token(scheduler, 1, 4, 3, 4, chunk=3)
+    pause(scheduler, "retract")
+    scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, 3))
+    scheduler.pool.flush()
+    resume(scheduler)
+    plan_of(scheduler)
+    scheduler.stop(0, 1)
+    scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, 4))
+    scheduler.check_integrity()
+    assert scheduler.idle
+    assert scheduler.pool.radix.cached == 0

@@ -10,6 +10,13 @@ from ouro_sgl.messages import FinishReason
 from tests.utils_scheduler import Simulation, make_config
 
 LOOPS = 4
+PAUSES = [
+    ["retract"],
+    ["retract", "retract"],
+    ["in_place", "retract"],
+    ["retract", "in_place"],
+    ["retract", "abort"],
+]
 
 
 def random_prompt(rng: random.Random, pool: list[list[int]], longest: int) -> list[int]:
@@ -60,7 +67,34 @@ def disturb(sim: Simulation, rng: random.Random) -> None:
         sim.stop(uid, rng.randrange(1, len(answer.tokens) + 1))
 
 
-def storm(sim: Simulation, rng: random.Random, count: int, longest: int = 40, disturbed: float = 0.2) -> None:
+def pause(sim: Simulation, rng: random.Random) -> None:
+    """Retract, perhaps after or before another pause, perhaps for other weights; meanwhile requests may
+    end or come."""
+    for mode in rng.choice(PAUSES):
+        sim.pause(mode)
+        for _ in range(rng.choice([0, 1, 5, 40])):
+            sim.tick()
+        if rng.random() < 0.3:
+            disturb(sim, rng)
+        if rng.random() < 0.2:
+            sim.submit([rng.randrange(3)], **random_params(rng, 16))
+    info = sim.scheduler.info()
+    assert (info["prefilling"], info["running"], info["reserved_slots"]) == (0, 0, 0)
+    if rng.random() < 0.3:
+        while sim.scheduler.info()["draining"]:  # the fake worker would miss what these rows read
+            sim.tick()
+        sim.update_weights()
+    sim.resume()
+
+
+def storm(
+    sim: Simulation,
+    rng: random.Random,
+    count: int,
+    longest: int = 40,
+    disturbed: float = 0.2,
+    paused: float = 0.0,
+) -> None:
     pool: list[list[int]] = []
     group: list[tuple[list[int], dict[str, object], int]] = []
     while len(sim.answers) < count:
@@ -76,6 +110,8 @@ def storm(sim: Simulation, rng: random.Random, count: int, longest: int = 40, di
             sim.tick()
         if rng.random() < disturbed:
             disturb(sim, rng)
+        if paused and rng.random() < paused:
+            pause(sim, rng)
     sim.run_until_done()
 
 
@@ -103,6 +139,15 @@ configs = st.fixed_dictionaries(
 def test_any_schedule_on_any_settings(changes: dict[str, object], seed: int, error_rate: float) -> None:
     sim = Simulation(make_config(**changes), seed, error_rate)
     storm(sim, random.Random(seed), 40)
+
+
+@given(configs, st.integers(0, 2**32), st.sampled_from([0.0, 0.0, 0.02]))
+@settings(max_examples=100, deadline=None)
+def test_retractions_change_no_answer(changes: dict[str, object], seed: int, error_rate: float) -> None:
+    sim = Simulation(make_config(**changes), seed, error_rate)
+    storm(sim, random.Random(seed), 40, paused=0.2)
+    retractions = sum(answer.retractions for answer in sim.answers.values())
+    assert sim.scheduler.info()["retractions"] == retractions
 
 
 @pytest.mark.parametrize("layout", ["last_exited", "shared"])

@@ -20,7 +20,7 @@ from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
 from ouro_sgl.worker.worker import Worker, WorkerSettings
 from tests.models import rand_checkpoint
-from tests.worker_driver import Driver, Model, Request, run
+from tests.worker_driver import Driver, Model, Request, Result, run
 
 
 class InterpretedExecutor:
@@ -73,10 +73,30 @@ def requests() -> list[Request]:
     return [Request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    model = Model(rand_checkpoint(folder, layers=1))
+def replays() -> list[Request]:
+    """The same as they come back from a retraction: end ids and loop limits do not matter before their
+    output is new, and a constrained one gets there without a mask."""
+    known: list[tuple[list[int], list[int]]] = [
+        ([30, 7], [4, 1]),
+        ([30], [4]),
+        ([9, 9], [4, 3]),
+        ([200, 8], [4, 2]),
+        ([11, 11], [4, 4]),
+        ([7, 200], [4, 1]),
+        ([3, 4], [4, 2]),
+        ([1, 2], [4, 3]),
+    ]
+    found = requests()
+    for request, (ids, depths) in zip(found, known, strict=True):
+        request.forced_ids, request.forced_depths = ids, depths
+    found[7].params.exit_trace = [4, 3, 2, 1]
+    waiting = RowParams(max_new_tokens=4, temperature=0.7, top_p=0.9, constrained=True, logprobs=True)
+    found.append(Request([5, 6], waiting, abort_after=2, forced_ids=[8, 9], forced_depths=[4, 2]))
+    return found
+
+
+def compare(model: Model, make_requests: Callable[[], list[Request]]) -> list[Result]:
+    """Serve the same requests by the kernels and by the CPU round; what the kernels said."""
     config, slots = model.config, 2048
     settings = WorkerSettings(max_rows=8, max_length=192, rounds_in_flight=2)
     rows = Rows(8, 192, 4, config.vocab_size, config.hidden_size, torch.float32, torch.device("cpu"))
@@ -85,21 +105,39 @@ def main() -> None:
     rounds = CudaRounds(model.model, rows, pool, heads, 1, [1, 2, 4, 8], 4, graphs=False)
     executor = InterpretedExecutor(CudaPrefill(model.model, rows, pool, 128), rounds)
     worker = Worker(rows, pool, executor, settings)
-    got = Driver(worker, settings, 4, slots, 1).run(requests())
-    expected = run(model, requests(), settings, seed=1)
+    got = Driver(worker, settings, 4, slots, 1).run(make_requests())
+    expected = run(model, make_requests(), settings, seed=1)
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert (a.token_ids, a.exit_depths, a.reason) == (b.token_ids, b.exit_depths, b.reason), (index, a, b)
-        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4, rtol=1e-4, equal_nan=True
+        )
         assert [len(values) for values in a.lambdas] == [len(values) for values in b.lambdas]
         for one, other in zip(a.lambdas, b.lambdas, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
         for mine, theirs in zip(a.tops, b.tops, strict=True):
             assert mine.top_ids == theirs.top_ids
             torch.testing.assert_close(mine.id_values, theirs.id_values, atol=1e-4, rtol=1e-4)
+    return got
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    model = Model(rand_checkpoint(folder, layers=1))
+    got = compare(model, requests)
     depths = sorted({depth for result in got for depth in result.exit_depths[1:]})
     print(f"compared {sum(len(result.token_ids) for result in got)} tokens at depths {depths}")
     assert depths == [1, 2, 3, 4]
     assert [bool(result.lambdas) for result in got] == [True, False, False, True, False, False, False, True]
+
+    got = compare(model, replays)
+    for request, result in zip(replays(), got, strict=True):
+        known = len(request.forced_ids)
+        assert result.token_ids[:known] == request.forced_ids
+        assert result.exit_depths[:known] == request.forced_depths
+        assert (len(result.token_ids) > known) != request.params.constrained
+    print(f"compared {sum(len(result.token_ids) for result in got)} tokens of replayed requests")
 
 
 main()

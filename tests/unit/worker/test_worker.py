@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -233,6 +235,105 @@ def test_layout_shared_collapses_the_prompt_when_it_retires(model: Model) -> Non
     worker.apply(StepPlan(2, grants=[grant(0, 1, 2, 1, 100, width=1)]))
     assert tokens(run(worker), 0) == [12, 13]
     assert worker.rows.slot_table[:, 0, :3].tolist() == [[6, 7, 100]] * 4
+
+
+def replaying(prompt: list[int], params: RowParams, ids: list[int], depths: list[int]) -> StepPlan:
+    """Admission of a request on row 0 that was retracted, with all of its grants."""
+    plan = admission(0, 1, prompt, params, 0)
+    plan.admits[0].forced_ids, plan.admits[0].forced_depths = ids, depths
+    widths = [*depths[1:], *[T] * (params.max_new_tokens - len(ids))]
+    plan.grants = [Grant(0, 1, len(prompt), widths, list(range(100, 100 + sum(widths))))]
+    return plan
+
+
+def events(reports: list[RoundEvents]) -> list[tuple[int, int, int, FinishReason]]:
+    """Position, token, exit depth and reason of all events."""
+    return [
+        event
+        for r in reports
+        for event in zip(r.positions, r.token_ids, r.exit_depths, r.reasons, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "new_depth"),
+    [(ExitMode.OURO, 2), (ExitMode.OURO_DELAYED, 3), (ExitMode.RANDOM_LOOKAHEAD, 2)],
+)
+def test_replayed_positions_take_their_tokens_and_depths_as_they_are(
+    model: Model, mode: ExitMode, new_depth: int
+) -> None:
+    """Whatever the policy would do, and though an end id is among them; then the row goes on by itself."""
+    worker = make(model)
+    params = RowParams(
+        max_new_tokens=7,
+        temperature=0.0,
+        end_ids=[13, 23],
+        exit_mode=mode,
+        exit_threshold=0.0,
+        min_loops=2,
+        max_loops=3,
+        presence_penalty=0.1,
+        exit_lambdas=True,
+    )
+    ids, depths = [40, 13, 20], [4, 1, 3]
+    worker.apply(replaying([10, 11], params, ids, depths))
+    found = events(run(worker))
+    assert [position for position, *_ in found] == [1, 2, 3, 4, 5, 6]
+    assert [token for _, token, _, _ in found] == [40, 13, 20, 21, 22, 23]
+    assert [depth for _, _, depth, _ in found] == [4, 1, 3, *[new_depth] * 3]
+    assert [reason for *_, reason in found] == [FinishReason.NONE] * 5 + [FinishReason.STOP_ID]
+    assert worker.rows.output_counts[0].nonzero().squeeze(1).tolist() == [13, 20, 21, 22, 23, 40]
+    assert worker.rows.slot_table[:, 0, 2:5].T.tolist() == [
+        [100, 100, 100, 100],
+        [101, 102, 103, 103],
+        [*range(104, 104 + new_depth), *[103 + new_depth] * (T - new_depth)],
+    ]
+
+
+def test_replay_up_to_the_last_token_but_one(model: Model) -> None:
+    worker = make(model)
+    params = RowParams(max_new_tokens=3, temperature=0.0)
+    worker.apply(replaying([10], params, [30, 40], [4, 2]))
+    found = events(run(worker))
+    assert [(token, reason) for _, token, _, reason in found] == [
+        (30, FinishReason.NONE),
+        (40, FinishReason.NONE),
+        (41, FinishReason.LENGTH),
+    ]
+
+
+def test_a_replayed_row_needs_no_mask_until_its_output_is_new(model: Model) -> None:
+    worker = make(model)
+    params = RowParams(max_new_tokens=4, temperature=0.7, top_k=5, seed=3, constrained=True)
+    plan = replaying([10], params, [30, 40], [4, 2])
+    plan.masks = [Mask(0, 1, 2, bits(50))]
+    worker.apply(plan)
+    assert [token for _, token, *_ in events(run(worker))] == [30, 40, 50]
+    assert worker.rows.state[0] == RowState.CODA
+    worker.apply(StepPlan(2, masks=[Mask(0, 1, 3, bits(7))]))
+    assert [token for _, token, *_ in events(run(worker))] == [7]
+
+
+def test_the_next_request_on_the_row_is_not_replayed(model: Model) -> None:
+    worker = make(model)
+    params = RowParams(max_new_tokens=3, temperature=0.0)
+    worker.apply(replaying([10], params, [30, 40], [4, 2]))
+    run(worker)
+    plan = admission(0, 2, [10], params, 200)
+    plan.grants = [grant(0, 2, 1, 2, 300)]
+    worker.apply(numbered(plan, 2))
+    assert tokens(run(worker), 0) == [11, 12, 13]
+
+
+def test_values_that_are_not_finite_end_a_row_only_behind_its_known_output(tmp_path: Path) -> None:
+    broken = Model(script_checkpoint(tmp_path, chain_of(CHAIN)))
+    broken.model.lm_head.fill_(float("nan"))
+    worker = make(broken)
+    params = RowParams(max_new_tokens=5, temperature=0.9, top_p=0.5, logprobs=True, top_logprobs_num=2)
+    worker.apply(replaying([10], params, [30, 40], [4, 2]))
+    found = events(run(worker))
+    assert [token for _, token, *_ in found][:2] == [30, 40]
+    assert [reason for *_, reason in found] == [FinishReason.NONE, FinishReason.NONE, FinishReason.ERROR]
 
 
 def bits(*ids: int) -> bytes:
