@@ -78,6 +78,7 @@ def main() -> None:
     )
     parser.add_argument("--cells", default=CELLS)
     parser.add_argument("--outputs", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=24, help="24: the 1.4B shape; 48: 2.6B")
     parser.add_argument(
         "--pdl",
         default="on",
@@ -93,7 +94,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     name = torch.cuda.get_device_name(0)
     print(f"copy {copy / 1e12:.2f} TB/s, {name}, torch {torch.__version__}", flush=True)
-    model = make_model(config_1_4b())
+    model = make_model(config_1_4b(options.layers))
     for cell in options.cells.split(","):
         for variant in options.pdl.split(","):
             run_cell(

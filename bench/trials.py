@@ -1,6 +1,6 @@
 """Exactness in bf16 at full width: every execution mode against each request running alone.
 
-    python -m bench.trials [--layers 3] [--requests 24] [--deep]
+    python -m bench.trials [--layers 3] [--requests 24] [--deep] [--policies OURO,TRACE]
 
 Needs a CUDA device. The reference of a trial is its request alone, eager, one round in flight, in one
 stream. A trial differs if any token, exit depth or log-probability does. ``--deep`` runs each mode
@@ -23,7 +23,7 @@ from ouro_sgl.worker.worker import WorkerSettings
 from tests.gpu.cuda_driver import CudaModel, Mode
 from tests.worker_driver import Request, run
 
-LENGTH = 320
+LENGTH = 1100
 OUTPUTS = 32
 MODES = {
     "all": Mode(),
@@ -48,10 +48,10 @@ def make(layers: int) -> CudaModel:
 
 def requests(count: int, policy: ExitMode, seed: int) -> list[Request]:
     rng = random.Random(seed)
-    common = [rng.randrange(10, 49000) for _ in range(200)]
+    common = [rng.randrange(10, 49000) for _ in range(900)]
     made = []
     for _ in range(count):
-        prompt = common[: rng.choice([0, 64, 150])] + [
+        prompt = common[: rng.choice([0, 64, 150, 450, 900])] + [
             rng.randrange(10, 49000) for _ in range(rng.choice([1, 17, 100]))
         ]
         params = RowParams(
@@ -75,8 +75,12 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--requests", type=int, default=24, help="per policy; each runs in every mode")
-    parser.add_argument("--deep", action="store_true", help="24 layers, 4 requests per policy")
+    parser.add_argument(
+        "--deep", action="store_true", help="24 layers, 4 requests per policy, each mode once"
+    )
+    parser.add_argument("--policies", default=",".join(policy.name for policy in POLICIES))
     options = parser.parse_args()
+    seeds = (1,) if options.deep else (0, 1)
     layers, count = (24, 4) if options.deep else (options.layers, options.requests)
     model = make(layers)
     begin = time.monotonic()
@@ -84,12 +88,14 @@ def main() -> None:
     depths: set[int] = set()
     alone = WorkerSettings(max_rows=1, max_length=LENGTH)
     for number, policy in enumerate(POLICIES):
+        if policy.name not in options.policies.split(","):
+            continue
         batch = requests(count, policy, number)
         model.mode = Mode(graphs=False, single_stream=True)
         expected = [run(model, [one], alone, max_chunk=512, eager=True)[0] for one in batch]
         for result in expected:
             depths.update(result.exit_depths[1:])
-        for (name, mode), seed in itertools.product(MODES.items(), (0, 1)):
+        for (name, mode), seed in itertools.product(MODES.items(), seeds):
             model.mode = mode
             rng = random.Random(f"{policy} {name} {seed}")
             settings = WorkerSettings(
@@ -97,7 +103,7 @@ def main() -> None:
             )
             chunk = rng.choice([16, 100, 400])
             got = run(
-                model, batch, settings, seed, num_slots=60_000, max_chunk=chunk, reuse_prefixes=bool(seed)
+                model, batch, settings, seed, num_slots=110_000, max_chunk=chunk, reuse_prefixes=bool(seed)
             )
             different = sum(a.comparable() != b.comparable() for a, b in zip(got, expected, strict=True))
             trials += count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +69,26 @@ def test_tokens_and_depths_equal_the_reference(model: CudaModel, shared: bool) -
             assert on_an_edge(expected, result, request.params), (request, result, expected.exit_depths)
             excused += 1
     assert excused <= 1
+
+
+@pytest.mark.parametrize("loops", [1, 2, 3, 6])
+def test_any_number_of_loops(loops: int, tmp_path: Path) -> None:
+    folder = rand_checkpoint(tmp_path, hidden=128, intermediate=256, total_loops=loops)
+    model = CudaModel(folder, torch.float32)
+    reference = ReferenceModel(model.config, load_weights(folder, model.config, torch.float32, "cpu"))
+    rng = random.Random(loops)
+    requests = [
+        Request(
+            [rng.randrange(259) for _ in range(rng.choice([1, 17, 70]))],
+            RowParams(max_new_tokens=8, temperature=0.0, max_loops=loops, exit_threshold=0.6),
+        )
+        for _ in range(8)
+    ]
+    settings = WorkerSettings(max_rows=4, max_length=LENGTH, rounds_in_flight=3)
+    for request, result in zip(requests, run(model, requests, settings, seed=1), strict=True):
+        expected = reference.generate(request.input_ids, request.params)
+        same = (result.token_ids, result.exit_depths) == (expected.output_ids, expected.exit_depths)
+        assert same or on_an_edge(expected, result, request.params)
 
 
 @pytest.mark.parametrize("model", ["bfloat16", "float32"], indirect=True)
