@@ -8,7 +8,6 @@ the host reads it once the event recorded behind it has passed.
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -250,16 +249,9 @@ class CudaRounds:
         self._events = ints(LAMBDA_LINES + config.total_loops, capacity, kind=torch.int64)
 
     def _attention_programs(self) -> int:
-        """About 16 per SM. In units of one item (all its heads) their number has no small divisor, else a
-        program would meet the same place of every lane."""
         if self._model.device.type != "cuda":
             return 4
-        units = torch.cuda.get_device_properties(self._model.device).multi_processor_count
-        heads = self._model.config.num_heads
-        items = -(-16 * units // heads)
-        while math.gcd(items, 30) > 1:
-            items += 1
-        return items * heads
+        return 16 * torch.cuda.get_device_properties(self._model.device).multi_processor_count
 
     def _capture(self, buckets: list[int]) -> None:
         """Largest bucket first, so that the graphs share one memory pool. No row is live: a dry run
@@ -319,7 +311,6 @@ class CudaRounds:
             self._work.first_item,
             self._work.item_lane,
             self._work.item_start,
-            self._work.item_end,
             self._work.num_items,
             self._work.fine,
             rows.max_rows,

@@ -38,19 +38,13 @@ def prefetch(pointers):
 
 @triton.jit
 def group_size(length, SHORT_LENGTH: tl.constexpr, SHORT_GROUP: tl.constexpr, LONG_GROUP: tl.constexpr):
-    """Tokens of a lane's groups. The first has a quarter less, so that programs that start together
-    do not end together; the last has up to three quarters more or less."""
+    """Tokens of every group of a lane but the last, which has half as many to half as many again."""
     return tl.where(length <= SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
 
 
 @triton.jit
 def num_groups(length, group):
     return tl.maximum((length + group // 2) // group, 1)
-
-
-@triton.jit
-def group_start(number, group):
-    return number * group - tl.where(number > 0, group // 4, 0)
 
 
 @triton.jit
@@ -118,7 +112,6 @@ def _decode_kernel(
     first_item_ptr,
     item_lane_ptr,
     item_start_ptr,
-    item_end_ptr,
     num_items_ptr,
     fine_ptr,
     partial_ptr,
@@ -147,21 +140,17 @@ def _decode_kernel(
     kind = out_ptr.dtype.element_ty
     HALF: tl.constexpr = D // 2
     SHARE: tl.constexpr = HEADS // KV_HEADS
-    # what an item is stands ready one iteration ahead: the work list is older than the kernel before
-    work = tl.program_id(0)
-    next_lane = tl.load(item_lane_ptr + work // HEADS, mask=work < items, other=0)
-    next_low = tl.load(item_start_ptr + work // HEADS, mask=work < items, other=0)
-    next_high = tl.load(item_end_ptr + work // HEADS, mask=work < items, other=0)
-    next_length = tl.load(length_ptr + next_lane)
-    next_row = tl.load(table_index_ptr + next_lane)
-    next_first = tl.load(first_item_ptr + next_lane)
     if PDL:
-        if fine and work < items:  # and so are most keys and values
-            table = table_ptr + next_row.to(tl.int64) * table_stride
-            column = ((work % HEADS) // SHARE) * D
+        # the work list is older than the kernel before this one, and so are most keys and values
+        if fine and tl.program_id(0) < items:
+            item = tl.program_id(0) // HEADS
+            lane = tl.load(item_lane_ptr + item)
+            length = tl.load(length_ptr + lane)
+            table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
+            column = ((tl.program_id(0) % HEADS) // SHARE) * D
             for ahead in tl.static_range(0, PART, TILE):
-                at = next_low + ahead + t
-                slot = tl.load(table + at, mask=at < next_high, other=0).to(tl.int64)
+                at = tl.load(item_start_ptr + item) + ahead + t
+                slot = tl.load(table + at, mask=at < length, other=0).to(tl.int64)
                 for line in tl.static_range(0, D, 64):
                     prefetch(keys_ptr + slot * (KV_HEADS * D) + column + line)
                     prefetch(values_ptr + slot * (KV_HEADS * D) + column + line)
@@ -170,23 +159,16 @@ def _decode_kernel(
         item = work // HEADS
         head = work % HEADS
         kv_head = head // SHARE
-        lane = next_lane
-        low = next_low
-        high = next_high
-        length = next_length
-        first = next_first.to(tl.int64)
-        table = table_ptr + next_row.to(tl.int64) * table_stride
-        following = work + tl.num_programs(0)
-        more = following < items
-        next_lane = tl.load(item_lane_ptr + following // HEADS, mask=more, other=0)
-        next_low = tl.load(item_start_ptr + following // HEADS, mask=more, other=0)
-        next_high = tl.load(item_end_ptr + following // HEADS, mask=more, other=0)
-        next_length = tl.load(length_ptr + next_lane)
-        next_row = tl.load(table_index_ptr + next_lane)
-        next_first = tl.load(first_item_ptr + next_lane)
+        lane = tl.load(item_lane_ptr + item)
+        low = tl.load(item_start_ptr + item)
+        length = tl.load(length_ptr + lane)
+        first = tl.load(first_item_ptr + lane).to(tl.int64)
         group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
         groups = num_groups(length, group)
+        span = tl.where(fine, PART, group)
         mine = tl.where(fine, tl.cdiv(length, PART), groups)
+        high = tl.where(low // span == mine - 1, length, low + span)
+        table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
         own = qkv_ptr + lane.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
         cos = cos_ptr + (length - 1).to(tl.int64) * HALF
         sin = sin_ptr + (length - 1).to(tl.int64) * HALF
@@ -226,7 +208,7 @@ def _decode_kernel(
                 peak = -float("inf")
                 total = 0.0
                 acc = tl.zeros((D,), tl.float32)
-        out = item.to(tl.int64) * HEADS + head
+        out = (first + low // span) * HEADS + head
         tl.store(partial_ptr + out * D + d, group_acc)
         tl.store(peak_ptr + out, group_peak)
         tl.store(total_ptr + out, group_total)
@@ -239,14 +221,13 @@ def _decode_kernel(
             acc = tl.zeros((D,), tl.float32)
             runs = tl.where(fine, groups, 1)
             for place in tl.range(0, runs):
-                begin = first + group_start(place, group) // PART
-                end = first + group_start(place + 1, group) // PART
+                begin = first + place * (group // PART)
                 run_peak, run_total, run_acc = _merge_run(
                     partial_ptr,
                     peak_ptr,
                     total_ptr,
                     begin,
-                    tl.where(place == runs - 1, first + mine, end),
+                    tl.where(place == runs - 1, first + mine, begin + group // PART),
                     head,
                     HEADS,
                     D,
@@ -276,11 +257,12 @@ class WorkList:
     """Buffers of one round's attention work, for up to ``max_lanes`` lanes. Integers are int32.
 
     ``table_index`` [lanes]: row of the flat slot table [T * rows, max_length] of each lane;
-    ``length`` [lanes], the position of the lane's new token included; ``first_item`` [lanes];
-    ``item_lane``, ``item_start`` and ``item_end`` (positions) [items], by lane; ``num_items`` [1];
-    ``fine`` [1]: 1 if an item is a part, 0 if it is a group. Partial results by item: ``partial`` fp32
-    [items, heads, D], ``peak``, ``total`` [items, heads]; ``arrived`` [lanes * heads] counts those that are
-    there, zero between launches.
+    ``length`` [lanes], the position of the lane's new token included; ``item_lane`` and ``item_start``
+    (a position) [items]. All but the last item of every lane come first in the list, all of about one
+    length, so that the programs share them evenly. ``num_items`` [1]; ``fine`` [1]: 1 if an item is a
+    part, 0 if it is a group. Partial results lie by lane, from place ``first_item`` [lanes] on:
+    ``partial`` fp32 [items, heads, D], ``peak``, ``total`` [items, heads]. ``arrived`` [lanes * heads]
+    counts those that are there; zero between launches.
     """
 
     def __init__(
@@ -295,7 +277,7 @@ class WorkList:
             return torch.empty(*shape, dtype=torch.float32, device=device)
 
         self.table_index, self.length, self.first_item = ints(max_lanes), ints(max_lanes), ints(max_lanes)
-        self.item_lane, self.item_start, self.item_end = ints(items), ints(items), ints(items)
+        self.item_lane, self.item_start = ints(items), ints(items)
         self.num_items, self.fine, self.arrived = ints(1), ints(1), ints(max_lanes * heads)
         self.partial = numbers(items, heads, head_dim)
         self.peak, self.total = numbers(items, heads), numbers(items, heads)
@@ -303,23 +285,20 @@ class WorkList:
     def fill(self, table_index: list[int], lengths: list[int]) -> None:
         """What ``begin_round_kernel`` writes for such lanes."""
         fine = sum(-(-length // PART) for length in lengths) <= FINE_PARTS
-        items: list[tuple[int, int, int]] = []
-        first = []
-        for lane, length in enumerate(lengths):
+        starts = []
+        for length in lengths:
             group = SHORT_GROUP if length <= SHORT_LENGTH else LONG_GROUP
-            count = max((length + group // 2) // group, 1)
-            starts = [n * group - (n > 0) * group // 4 for n in range(count)]
-            if fine:
-                starts = list(range(0, length, PART))
-            first.append(len(items))
-            items += [(lane, a, b) for a, b in zip(starts, [*starts[1:], length], strict=True)]
+            groups = max((length + group // 2) // group, 1)
+            starts.append(range(0, length, PART) if fine else range(0, groups * group, group))
+        full = [(lane, at) for lane, mine in enumerate(starts) for at in mine[:-1]]
+        items = full + [(lane, mine[-1]) for lane, mine in enumerate(starts)]
+        first = [sum(map(len, starts[:lane])) for lane in range(len(lengths))]
         for target, values in (
             (self.table_index, table_index),
             (self.length, lengths),
             (self.first_item, first),
-            (self.item_lane, [lane for lane, _, _ in items]),
-            (self.item_start, [start for _, start, _ in items]),
-            (self.item_end, [end for _, _, end in items]),
+            (self.item_lane, [lane for lane, _ in items]),
+            (self.item_start, [at for _, at in items]),
             (self.num_items, [len(items)]),
             (self.fine, [int(fine)]),
         ):
@@ -360,7 +339,6 @@ def decode_attention(
         work.first_item,
         work.item_lane,
         work.item_start,
-        work.item_end,
         work.num_items,
         work.fine,
         work.partial,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ouro_kernels.triton_ops.attention import group_size, group_start, num_groups
+from ouro_kernels.triton_ops.attention import group_size, num_groups
 
 FREE = tl.constexpr(0)
 LIVE = tl.constexpr(2)
@@ -44,7 +44,6 @@ def begin_round_kernel(
     first_item_ptr,
     item_lane_ptr,
     item_start_ptr,
-    item_end_ptr,
     num_items_ptr,
     fine_ptr,
     rows,
@@ -80,18 +79,19 @@ def begin_round_kernel(
     parts = tl.cdiv(length, PART)
     fine = tl.sum(tl.where(runs, parts, 0).to(tl.int32), 0) <= FINE_PARTS
     group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
-    items = tl.where(runs, tl.where(fine, parts, num_groups(length, group)), 0).to(tl.int32)
-    first = tl.cumsum(items, 0) - items
+    span = tl.where(fine, PART, group)
+    full = tl.where(runs, tl.where(fine, parts, num_groups(length, group)) - 1, 0).to(tl.int32)
+    first = tl.cumsum(full, 0) - full
+    num_full = tl.sum(full, 0)
     tl.store(fine_ptr, fine.to(tl.int32))
-    tl.store(first_item_ptr + lane, first, mask=runs)
-    tl.store(num_items_ptr, tl.sum(items, 0))
-    for item in tl.range(0, tl.max(items, 0)):
-        start = tl.where(fine, item * PART, group_start(item, group))
-        end = tl.where(fine, start + PART, group_start(item + 1, group))
-        end = tl.where(item == items - 1, length, end)
-        tl.store(item_lane_ptr + first + item, lane, mask=item < items)
-        tl.store(item_start_ptr + first + item, start.to(tl.int32), mask=item < items)
-        tl.store(item_end_ptr + first + item, end.to(tl.int32), mask=item < items)
+    tl.store(first_item_ptr + lane, first + lane, mask=runs)
+    tl.store(num_items_ptr, num_full + tl.sum(runs.to(tl.int32), 0))
+    for item in tl.range(0, tl.max(full, 0)):
+        mine = runs & (item < full)
+        tl.store(item_lane_ptr + first + item, lane, mask=mine)
+        tl.store(item_start_ptr + first + item, (item * span).to(tl.int32), mask=mine)
+    tl.store(item_lane_ptr + num_full + lane, lane, mask=runs)
+    tl.store(item_start_ptr + num_full + lane, (full * span).to(tl.int32), mask=runs)
 
 
 @triton.jit
