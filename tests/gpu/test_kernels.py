@@ -167,7 +167,8 @@ def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_di
         attention.decode_attention(
             qkv[chosen], own_keys, own_values, table, *angles, work, out, scale, programs
         )
-        assert not work.arrived.any()
+        assert not work.group_arrived.any()
+        assert not work.lane_arrived.any()
         return out, own_keys, own_values
 
     whole, new_keys, new_values = run(list(range(len(lengths))), 500)

@@ -1,12 +1,13 @@
 """Decode attention at page size 1 over a device-built work list, rope and K/V write included.
 
 Bits: a lane's keys are cut into parts of ``PART`` tokens at absolute positions and, by the lane's own
-length, groups (``num_groups``). A part is one chain over its tiles of ``TILE`` tokens; the parts of a
-group are merged in order, then the groups in order, always by ``_merge``. Who computes what may depend
-on the batch: a work item is a part (few lanes: more programs) or a group (many lanes: fewer partial
-results), and both give the same chain of operations; whichever program of a lane and head finishes
-last merges. The list is built once per round on the device and read by all layers; programs are
-persistent, so one captured launch serves any lengths. Slot offsets are int64.
+length, groups of parts (``num_groups``). A part is one chain over its tiles of ``TILE`` tokens; the
+parts of a group are merged in order, then the groups in order, always by ``_merge``. Who computes what
+may depend on the batch: a work item is a few parts of a group (few lanes: more programs; each part is
+a partial result) or a whole group (many lanes: one partial result), and both give the same chain of
+operations; whichever program of a group, and then of a lane and head, finishes last merges. The list
+is built once per round on the device and read by all layers; programs are persistent, so one captured
+launch serves any lengths. Slot offsets are int64.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ PART = 64
 SHORT_LENGTH = 2048  # longer lanes have long groups: fewer partial results
 SHORT_GROUP = 512
 LONG_GROUP = 1024
-FINE_PARTS = 128  # up to so many parts in a round, an item is a part
-UNROLL = 8  # partial results whose loads are in flight together
+ENOUGH_ITEMS = 56  # per head; a round with so many groups takes whole ones
+UNROLL = 16  # partial results whose loads are in flight together
 MAX_REGISTERS = 128  # of a thread: eight programs per SM
 
 
@@ -45,6 +46,16 @@ def group_size(length, SHORT_LENGTH: tl.constexpr, SHORT_GROUP: tl.constexpr, LO
 @triton.jit
 def num_groups(length, group):
     return tl.maximum((length + group // 2) // group, 1)
+
+
+@triton.jit
+def item_span(parts, groups, PART: tl.constexpr, SHORT_GROUP: tl.constexpr, ENOUGH_ITEMS: tl.constexpr):
+    """Tokens of an item in a round of so many parts and groups; 0: whole groups."""
+    few = groups < ENOUGH_ITEMS
+    span = tl.where(few, PART, 0)
+    for doubling in tl.static_range((SHORT_GROUP // PART).bit_length() - 1):
+        span = tl.where(few & (parts >= (ENOUGH_ITEMS << (doubling + 1))), PART << (doubling + 1), span)
+    return span
 
 
 @triton.jit
@@ -109,17 +120,20 @@ def _decode_kernel(
     table_ptr,
     table_index_ptr,
     length_ptr,
-    first_item_ptr,
+    first_part_ptr,
+    first_group_ptr,
     item_lane_ptr,
     item_start_ptr,
     num_items_ptr,
-    fine_ptr,
+    span_ptr,
     partial_ptr,
     peak_ptr,
     total_ptr,
-    arrived_ptr,
+    group_arrived_ptr,
+    lane_arrived_ptr,
     out_ptr,
     table_stride,
+    max_parts,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -134,7 +148,8 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     items = tl.load(num_items_ptr) * HEADS
-    fine = tl.load(fine_ptr) != 0
+    item_tokens = tl.load(span_ptr)
+    fine = item_tokens != 0
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     kind = out_ptr.dtype.element_ty
@@ -162,12 +177,13 @@ def _decode_kernel(
         lane = tl.load(item_lane_ptr + item)
         low = tl.load(item_start_ptr + item)
         length = tl.load(length_ptr + lane)
-        first = tl.load(first_item_ptr + lane).to(tl.int64)
+        first_part = tl.load(first_part_ptr + lane).to(tl.int64)
+        first_group = tl.load(first_group_ptr + lane).to(tl.int64)
         group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
         groups = num_groups(length, group)
-        span = tl.where(fine, PART, group)
-        mine = tl.where(fine, tl.cdiv(length, PART), groups)
-        high = tl.where(low // span == mine - 1, length, low + span)
+        number = tl.minimum(low // group, groups - 1)  # of the item's group
+        group_end = tl.where(number == groups - 1, length, (number + 1) * group)
+        high = tl.where(fine, tl.minimum(low + item_tokens, group_end), group_end)
         table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
         own = qkv_ptr + lane.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
         cos = cos_ptr + (length - 1).to(tl.int64) * HALF
@@ -202,39 +218,51 @@ def _decode_kernel(
             acc = tl.fma(acc, rescale, tl.sum(weight[:, None] * value.to(tl.float32), 0))
             peak = top
             if ((start + TILE) % PART == 0) | (start + TILE >= high):
-                group_peak, group_total, group_acc = _merge(
-                    group_peak, group_total, group_acc, peak, total, acc
-                )
+                if fine:
+                    place = (first_part + start // PART) * HEADS + head
+                    tl.store(partial_ptr + place * D + d, acc)
+                    tl.store(peak_ptr + place, peak)
+                    tl.store(total_ptr + place, total)
+                else:
+                    group_peak, group_total, group_acc = _merge(
+                        group_peak, group_total, group_acc, peak, total, acc
+                    )
                 peak = -float("inf")
                 total = 0.0
                 acc = tl.zeros((D,), tl.float32)
-        out = (first + low // span) * HEADS + head
-        tl.store(partial_ptr + out * D + d, group_acc)
-        tl.store(peak_ptr + out, group_peak)
-        tl.store(total_ptr + out, group_total)
-        tl.debug_barrier()  # the whole program's stores come before its arrival
-        arrived = arrived_ptr + lane * HEADS + head
-        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == mine - 1:
-            tl.store(arrived, 0)
-            peak = -float("inf")
-            total = 0.0
-            acc = tl.zeros((D,), tl.float32)
-            runs = tl.where(fine, groups, 1)
-            for place in tl.range(0, runs):
-                begin = first + place * (group // PART)
-                run_peak, run_total, run_acc = _merge_run(
+        complete = True
+        if fine:
+            tl.debug_barrier()  # the whole program's stores come before its arrival
+            arrived = group_arrived_ptr + (first_group + number) * HEADS + head
+            mine = tl.cdiv(group_end - number * group, item_tokens)
+            complete = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == mine - 1
+            if complete:
+                tl.store(arrived, 0)
+                group_peak, group_total, group_acc = _merge_run(
                     partial_ptr,
                     peak_ptr,
                     total_ptr,
-                    begin,
-                    tl.where(place == runs - 1, first + mine, begin + group // PART),
+                    first_part + number * (group // PART),
+                    first_part + tl.cdiv(group_end, PART),
                     head,
                     HEADS,
                     D,
                     UNROLL,
                 )
-                peak, total, acc = _merge(peak, total, acc, run_peak, run_total, run_acc)
-            tl.store(out_ptr + (lane.to(tl.int64) * HEADS + head) * D + d, (acc / total).to(kind))
+        if complete:
+            place = (max_parts + first_group + number) * HEADS + head
+            tl.store(partial_ptr + place * D + d, group_acc)
+            tl.store(peak_ptr + place, group_peak)
+            tl.store(total_ptr + place, group_total)
+            tl.debug_barrier()
+            arrived = lane_arrived_ptr + lane * HEADS + head
+            if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == groups - 1:
+                tl.store(arrived, 0)
+                begin = max_parts + first_group
+                peak, total, acc = _merge_run(
+                    partial_ptr, peak_ptr, total_ptr, begin, begin + groups, head, HEADS, D, UNROLL
+                )
+                tl.store(out_ptr + (lane.to(tl.int64) * HEADS + head) * D + d, (acc / total).to(kind))
     if PDL:
         gdc_launch_dependents()
 
@@ -247,28 +275,36 @@ SIZES = {
 }
 
 
-def max_items(max_lanes: int, max_length: int) -> int:
-    """Work items per head that a round can have."""
-    longest = max(-(-min(max_length, SHORT_LENGTH) // SHORT_GROUP), -(-max_length // LONG_GROUP))
-    return max(FINE_PARTS, max_lanes * longest)
+def max_groups(max_lanes: int, max_length: int) -> int:
+    """Groups that a round can have."""
+    short = min(max_length, SHORT_LENGTH)
+    longest = max((n + size // 2) // size for n, size in ((short, SHORT_GROUP), (max_length, LONG_GROUP)))
+    return max_lanes * max(longest, 1)
+
+
+# Parts of a round whose items are not whole groups: fewer than ENOUGH_ITEMS groups, each of less than
+# one and a half times its size.
+MAX_PARTS = ENOUGH_ITEMS * 3 * LONG_GROUP // 2 // PART
 
 
 class WorkList:
     """Buffers of one round's attention work, for up to ``max_lanes`` lanes. Integers are int32.
 
-    ``table_index`` [lanes]: row of the flat slot table [T * rows, max_length] of each lane;
-    ``length`` [lanes], the position of the lane's new token included; ``item_lane`` and ``item_start``
-    (a position) [items]. All but the last item of every lane come first in the list, all of about one
-    length, so that the programs share them evenly. ``num_items`` [1]; ``fine`` [1]: 1 if an item is a
-    part, 0 if it is a group. Partial results lie by lane, from place ``first_item`` [lanes] on:
-    ``partial`` fp32 [items, heads, D], ``peak``, ``total`` [items, heads]. ``arrived`` [lanes * heads]
-    counts those that are there; zero between launches.
+    ``table_index`` [lanes]: row of the flat slot table [T * rows, max_length] of each lane; ``length``
+    [lanes], the position of the lane's new token included; ``first_part``, ``first_group`` [lanes]: how
+    many the lanes before it have. ``item_lane``, ``item_start`` (a position) [items]: all but the last
+    item of every lane come first, all of about one length, so that the programs share them evenly.
+    ``num_items`` [1]; ``span`` [1]: tokens of an item (a few parts), 0 if it is a group.
+
+    Partial results, of parts in the first MAX_PARTS places and of groups behind them: ``partial`` fp32
+    [places, heads, D], ``peak``, ``total`` [places, heads]. ``group_arrived`` [groups * heads] and
+    ``lane_arrived`` [lanes * heads] count what is there; zero between launches.
     """
 
     def __init__(
         self, max_lanes: int, max_length: int, heads: int, head_dim: int, device: torch.device
     ) -> None:
-        items = max_items(max_lanes, max_length)
+        groups = max_groups(max_lanes, max_length)
 
         def ints(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
@@ -276,31 +312,42 @@ class WorkList:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.empty(*shape, dtype=torch.float32, device=device)
 
-        self.table_index, self.length, self.first_item = ints(max_lanes), ints(max_lanes), ints(max_lanes)
+        self.table_index, self.length = ints(max_lanes), ints(max_lanes)
+        self.first_part, self.first_group = ints(max_lanes), ints(max_lanes)
+        items = max(groups, MAX_PARTS)
         self.item_lane, self.item_start = ints(items), ints(items)
-        self.num_items, self.fine, self.arrived = ints(1), ints(1), ints(max_lanes * heads)
-        self.partial = numbers(items, heads, head_dim)
-        self.peak, self.total = numbers(items, heads), numbers(items, heads)
+        self.num_items, self.span = ints(1), ints(1)
+        self.group_arrived, self.lane_arrived = ints(groups * heads), ints(max_lanes * heads)
+        places = MAX_PARTS + groups
+        self.partial = numbers(places, heads, head_dim)
+        self.peak, self.total = numbers(places, heads), numbers(places, heads)
 
     def fill(self, table_index: list[int], lengths: list[int]) -> None:
         """What ``begin_round_kernel`` writes for such lanes."""
-        fine = sum(-(-length // PART) for length in lengths) <= FINE_PARTS
-        starts = []
-        for length in lengths:
-            group = SHORT_GROUP if length <= SHORT_LENGTH else LONG_GROUP
-            groups = max((length + group // 2) // group, 1)
-            starts.append(range(0, length, PART) if fine else range(0, groups * group, group))
+        sizes = [SHORT_GROUP if length <= SHORT_LENGTH else LONG_GROUP for length in lengths]
+        groups = [max((n + size // 2) // size, 1) for n, size in zip(lengths, sizes, strict=True)]
+        parts = [-(-length // PART) for length in lengths]
+        span = 0
+        if sum(groups) < ENOUGH_ITEMS:
+            span = PART
+            while span < SHORT_GROUP and sum(parts) >= ENOUGH_ITEMS * 2 * span // PART:
+                span *= 2
+        starts = [
+            range(0, length, span) if span else range(0, count * size, size)
+            for length, count, size in zip(lengths, groups, sizes, strict=True)
+        ]
         full = [(lane, at) for lane, mine in enumerate(starts) for at in mine[:-1]]
         items = full + [(lane, mine[-1]) for lane, mine in enumerate(starts)]
-        first = [sum(map(len, starts[:lane])) for lane in range(len(lengths))]
+        lanes = range(len(lengths))
         for target, values in (
             (self.table_index, table_index),
             (self.length, lengths),
-            (self.first_item, first),
+            (self.first_part, [sum(parts[:lane]) for lane in lanes]),
+            (self.first_group, [sum(groups[:lane]) for lane in lanes]),
             (self.item_lane, [lane for lane, _ in items]),
             (self.item_start, [at for _, at in items]),
             (self.num_items, [len(items)]),
-            (self.fine, [int(fine)]),
+            (self.span, [span]),
         ):
             target[: len(values)] = torch.tensor(values, dtype=torch.int32)
 
@@ -336,17 +383,20 @@ def decode_attention(
         table,
         work.table_index,
         work.length,
-        work.first_item,
+        work.first_part,
+        work.first_group,
         work.item_lane,
         work.item_start,
         work.num_items,
-        work.fine,
+        work.span,
         work.partial,
         work.peak,
         work.total,
-        work.arrived,
+        work.group_arrived,
+        work.lane_arrived,
         out,
         table.shape[1],
+        MAX_PARTS,
         scale * 1.4426950408889634,
         HEADS=heads,
         KV_HEADS=keys.shape[1],

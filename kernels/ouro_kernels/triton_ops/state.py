@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ouro_kernels.triton_ops.attention import group_size, num_groups
+from ouro_kernels.triton_ops.attention import group_size, item_span, num_groups
 
 FREE = tl.constexpr(0)
 LIVE = tl.constexpr(2)
@@ -41,11 +41,12 @@ def begin_round_kernel(
     count_ptr,
     table_index_ptr,
     length_ptr,
-    first_item_ptr,
+    first_part_ptr,
+    first_group_ptr,
     item_lane_ptr,
     item_start_ptr,
     num_items_ptr,
-    fine_ptr,
+    span_ptr,
     rows,
     table_stride,
     BR: tl.constexpr,
@@ -53,7 +54,7 @@ def begin_round_kernel(
     SHORT_LENGTH: tl.constexpr,
     SHORT_GROUP: tl.constexpr,
     LONG_GROUP: tl.constexpr,
-    FINE_PARTS: tl.constexpr,
+    ENOUGH_ITEMS: tl.constexpr,
 ):
     """One program: which rows run, and the attention work list of all of them, for all layers."""
     r = tl.arange(0, BR)
@@ -76,22 +77,24 @@ def begin_round_kernel(
     tl.store(table_index_ptr + lane, index.to(tl.int32), mask=runs)
     tl.store(length_ptr + lane, length.to(tl.int32), mask=runs)
 
-    parts = tl.cdiv(length, PART)
-    fine = tl.sum(tl.where(runs, parts, 0).to(tl.int32), 0) <= FINE_PARTS
     group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
-    span = tl.where(fine, PART, group)
-    full = tl.where(runs, tl.where(fine, parts, num_groups(length, group)) - 1, 0).to(tl.int32)
+    parts = tl.where(runs, tl.cdiv(length, PART), 0).to(tl.int32)
+    groups = tl.where(runs, num_groups(length, group), 0).to(tl.int32)
+    tl.store(first_part_ptr + lane, tl.cumsum(parts, 0) - parts, mask=runs)
+    tl.store(first_group_ptr + lane, tl.cumsum(groups, 0) - groups, mask=runs)
+    span = item_span(tl.sum(parts, 0), tl.sum(groups, 0), PART, SHORT_GROUP, ENOUGH_ITEMS)
+    tl.store(span_ptr, span)
+    width = tl.where(span != 0, span, group)
+    full = tl.where(runs, tl.where(span != 0, tl.cdiv(length, width), groups) - 1, 0).to(tl.int32)
     first = tl.cumsum(full, 0) - full
     num_full = tl.sum(full, 0)
-    tl.store(fine_ptr, fine.to(tl.int32))
-    tl.store(first_item_ptr + lane, first + lane, mask=runs)
     tl.store(num_items_ptr, num_full + tl.sum(runs.to(tl.int32), 0))
     for item in tl.range(0, tl.max(full, 0)):
         mine = runs & (item < full)
         tl.store(item_lane_ptr + first + item, lane, mask=mine)
-        tl.store(item_start_ptr + first + item, (item * span).to(tl.int32), mask=mine)
+        tl.store(item_start_ptr + first + item, (item * width).to(tl.int32), mask=mine)
     tl.store(item_lane_ptr + num_full + lane, lane, mask=runs)
-    tl.store(item_start_ptr + num_full + lane, (full * span).to(tl.int32), mask=runs)
+    tl.store(item_start_ptr + num_full + lane, (full * width).to(tl.int32), mask=runs)
 
 
 @triton.jit
