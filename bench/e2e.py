@@ -1,29 +1,46 @@
-"""End to end: the whole product (three processes, no HTTP) on random weights of the 1.4B shape.
+"""End to end: the whole product on random weights of the 1.4B shape, through Engine or through HTTP.
 
-    python bench/e2e.py [--cells 1024x1,1024x32] [--outputs 128] [--depths 4|trace] [--set NAME=VALUE]
+    python -m bench.e2e [--cells 1024x1,1024x32] [--depths 4,trace] [--http] [--stream ends,on]
+                        [--rivals] [--set NAME=VALUE]
 
 Protocol: 2 C requests in a closed loop at concurrency C, ``--outputs`` tokens each, greedy, end ids
-ignored, distinct random prompts; ``--depths 4`` runs every loop, ``trace`` forces depths 2, 3, 4 with
-65, 30 and 5 percent (mean 2.4) from a seed. Median of ``--trials`` after one warm-up trial.
+ignored, distinct random prompts; depths ``4`` run every loop, ``trace`` forces depths 2, 3, 4 with
+65, 30 and 5 percent (mean 2.4) from a seed. Median of ``--trials``, after a few short requests of the
+cell's context (``--no-warmup``: none). All depths and ways to stream run in every cell, on one start. The
+longest cell is 65408x1: 128 outputs end at 65536.
+
+``--stream`` is what clients ask for: ``ends`` the first and the last chunk, which tells the time to the
+first token at no cost; ``on`` a chunk for each token; ``off`` one answer. ``--rivals`` adds the ratio to
+the figures in ``bench/rivals.csv``, in another such file or given as ``1024x1=141,1024x32=1734``; those
+run all loops of every token.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import csv
 import json
 import random
 import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ouro_sgl
 
 TINY = Path(ouro_sgl.__file__).parent / "assets" / "ouro-tiny"
+RIVALS = Path(__file__).with_name("rivals.csv")
 CELLS = "1024x1,1024x32,1024x128,4096x16,16384x4"
 VOCABULARY = 49152
+START_SECONDS = 300.0
+
+Ask = Callable[[dict[str, Any]], AsyncIterator[dict[str, Any]]]  # a request to the chunks of its answer
 
 
 def checkpoint(folder: Path, layers: int) -> Path:
@@ -46,64 +63,215 @@ def checkpoint(folder: Path, layers: int) -> Path:
     return folder
 
 
-def request(rng: random.Random, context: int, outputs: int, depths: str) -> dict[str, object]:
-    sampling: dict[str, object] = {"temperature": 0, "max_new_tokens": outputs, "ignore_eos": True}
+def request(rng: random.Random, context: int, outputs: int, depths: str, stream: str) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": outputs, "ignore_eos": True}
     if depths == "trace":
         sampling["exit_trace"] = [4, *rng.choices([2, 3, 4], [65, 30, 5], k=outputs - 1)]
     else:
         sampling["exit_threshold"] = 1.0
-    return {"input_ids": [rng.randrange(10, VOCABULARY) for _ in range(context)], "sampling_params": sampling}
+    if stream == "ends":
+        sampling["stream_interval"] = 1 << 30
+    ids = [rng.randrange(10, VOCABULARY) for _ in range(context)]
+    return {"input_ids": ids, "sampling_params": sampling, "stream": stream != "off"}
 
 
-async def trial(engine: ouro_sgl.Engine, requests: list[dict[str, object]], concurrency: int) -> float:
-    """Seconds for all requests."""
+def ask_engine(engine: ouro_sgl.Engine) -> Ask:
+    async def ask(payload: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        answer = await engine.async_generate(**payload)
+        if not payload["stream"]:
+            yield answer
+            return
+        async for chunk in answer:
+            yield chunk
+
+    return ask
+
+
+@contextlib.asynccontextmanager
+async def ask_server(url: str) -> AsyncIterator[Ask]:
+    import aiohttp
+    import orjson
+
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20) as session:
+
+        async def ask(payload: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+            headers = {"Content-Type": "application/json"}
+            async with session.post(
+                f"{url}/generate", data=orjson.dumps(payload), headers=headers
+            ) as response:
+                assert response.status == 200, await response.text()
+                if not payload["stream"]:
+                    yield orjson.loads(await response.read())
+                    return
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        yield orjson.loads(line[6:])
+
+        yield ask
+
+
+@dataclass(frozen=True)
+class Answered:
+    """When one answer began and ended, in seconds from its request."""
+
+    first: float
+    last: float
+
+
+async def closed_loop(ask: Ask, requests: list[dict[str, Any]], concurrency: int) -> list[Answered]:
     queue = iter(requests)
+    answers = []
 
     async def client() -> None:
         for payload in queue:
-            answer = await engine.async_generate(**payload)  # type: ignore[arg-type]
-            expected = payload["sampling_params"]["max_new_tokens"]  # type: ignore[index]
-            assert answer["meta_info"]["completion_tokens"] == expected
+            begin = time.perf_counter()
+            first = None
+            answer: dict[str, Any] = {}
+            async for chunk in ask(payload):
+                first = first or time.perf_counter() - begin
+                answer = chunk
+            last = time.perf_counter() - begin
+            assert first is not None, "an answer without a chunk"
+            assert "meta_info" in answer, answer
+            tokens = answer["meta_info"]["completion_tokens"]
+            assert tokens == payload["sampling_params"]["max_new_tokens"], answer["meta_info"]
+            answers.append(Answered(first, last))
+
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    return answers
+
+
+async def measure(ask: Ask, cell: str, depths: str, stream: str, options: argparse.Namespace) -> None:
+    """Run and print one line."""
+    context, concurrency = map(int, cell.split("x"))
+    outputs = options.outputs
+    rates, answers = [], []
+    for number in range(options.trials):
+        rng = random.Random(f"{cell} {depths} {stream} {number}")
+        requests = [request(rng, context, outputs, depths, stream) for _ in range(2 * concurrency)]
+        begin = time.perf_counter()
+        answers += await closed_loop(ask, requests, concurrency)
+        rates.append(len(requests) * outputs / (time.perf_counter() - begin))
+    rate = statistics.median(rates)
+    parts = [f"{cell} depths {depths} stream {stream}: {rate:.1f} output tok/s"]
+    if len(rates) > 1:
+        parts.append(f"trials {' '.join(f'{each:.1f}' for each in rates)}")
+    if stream != "off":
+        parts.append(f"first token {statistics.median(one.first for one in answers) * 1e3:.0f} ms")
+        if outputs > 1:
+            gaps = [(one.last - one.first) / (outputs - 1) for one in answers]
+            parts.append(f"then {statistics.median(gaps) * 1e3:.2f} ms per token")
+    parts.append(f"answer {statistics.median(one.last for one in answers):.2f} s")
+    if cell in options.rivals:
+        parts.append(f"{rate / options.rivals[cell]:.2f} of {options.rivals[cell]:g}")
+    print(", ".join(parts), flush=True)
+
+
+async def warm_up(ask: Ask, cell: str, options: argparse.Namespace) -> None:
+    context, concurrency = map(int, cell.split("x"))
+    rng = random.Random(f"{cell} warm-up")
+    count = min(concurrency, options.warmup_requests)
+    requests = [request(rng, context, options.warmup_outputs, "4", "ends") for _ in range(count)]
+    await closed_loop(ask, requests, count)
+
+
+async def run(ask: Ask, options: argparse.Namespace) -> None:
+    for cell in options.cells.split(","):
+        begin = time.perf_counter()
+        if options.warmup_outputs:
+            await warm_up(ask, cell, options)
+        warm = time.perf_counter() - begin
+        for depths in options.depths:
+            for stream in options.stream:
+                await measure(ask, cell, depths, stream, options)
+        print(f"    {time.perf_counter() - begin:.1f} s, {warm:.1f} of them to warm up", flush=True)
+
+
+def flags(settings: dict[str, Any]) -> Iterator[str]:
+    """Engine settings as the server's flags."""
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        else:
+            yield f"--{flag}={value}"
+
+
+def through_engine(path: Path, settings: dict[str, Any], options: argparse.Namespace) -> None:
+    begin = time.perf_counter()
+    with ouro_sgl.Engine(path, **settings) as engine:
+        slots = engine.get_server_info()["num_slots"]
+        print(f"engine ready after {time.perf_counter() - begin:.1f} s, {slots} slots", flush=True)
+        asyncio.run(run(ask_engine(engine), options))
+
+
+def through_http(path: Path, settings: dict[str, Any], options: argparse.Namespace) -> None:
+    from tests.server import start_server
 
     begin = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(concurrency)))
-    return time.perf_counter() - begin
+    with start_server(path, "--log-level=warning", *flags(settings)) as server:
+        server.wait_ready(START_SECONDS)
+        slots = server.get("/server_info").json()["num_slots"]
+        print(f"server ready after {time.perf_counter() - begin:.1f} s, {slots} slots", flush=True)
+
+        async def drive() -> None:
+            async with ask_server(server.url) as ask:
+                await run(ask, options)
+
+        try:
+            asyncio.run(drive())
+        except BaseException:
+            print(server.log(), end="", flush=True)
+            raise
+
+
+def rivals(text: str) -> dict[str, float]:
+    """Output tokens per second by cell, from a file or from the text itself."""
+    if "=" in text:
+        return {cell: float(rate) for cell, rate in (item.split("=") for item in text.split(","))}
+    with Path(text).open(encoding="utf-8", newline="") as file:
+        lines = csv.DictReader(line for line in file if not line.startswith("#"))
+        return {line["cell"]: float(line["output_tokens_per_second"]) for line in lines}
+
+
+def several(*known: str) -> Callable[[str], list[str]]:
+    """An argument type: some of these words, with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        words = text.split(",")
+        if not set(words) <= set(known):
+            raise argparse.ArgumentTypeError(f"{text!r} is not made of {', '.join(known)}")
+        return words
+
+    return parse
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cells", default=CELLS)
+    parser.add_argument("--cells", default=CELLS, help="CONTEXTxCONCURRENCY, with commas between them")
     parser.add_argument("--outputs", type=int, default=128)
-    parser.add_argument("--depths", choices=("4", "trace"), default="4")
+    parser.add_argument("--depths", type=several("4", "trace"), default=["4"])
+    parser.add_argument("--http", action="store_true", help="start the server and be its clients")
+    parser.add_argument("--stream", type=several("ends", "on", "off"), default=["ends"])
     parser.add_argument("--trials", type=int, default=1)
+    parser.add_argument("--warmup-outputs", type=int, default=8, help="tokens of each warm-up request")
+    parser.add_argument("--warmup-requests", type=int, default=4, help="at most; never more than C")
+    parser.add_argument("--no-warmup", dest="warmup_outputs", action="store_const", const=0)
+    parser.add_argument("--rivals", type=rivals, nargs="?", const=str(RIVALS), default={})
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine setting")
     options = parser.parse_args()
-    settings = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}
+    settings = {"device": options.device, "load_format": "dummy"}
+    settings |= {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint(Path(folder), options.layers)
-        begin = time.perf_counter()
-        with ouro_sgl.Engine(path, device=options.device, load_format="dummy", **settings) as engine:
-            info = engine.get_server_info()
-            print(f"ready after {time.perf_counter() - begin:.1f} s, {info['num_slots']} slots", flush=True)
-            for cell in options.cells.split(","):
-                context, concurrency = map(int, cell.split("x"))
-                rates = []
-                for number in range(options.trials + 1):
-                    rng = random.Random(f"{cell} {number}")
-                    requests = [
-                        request(rng, context, options.outputs, options.depths) for _ in range(2 * concurrency)
-                    ]
-                    seconds = asyncio.run(trial(engine, requests, concurrency))
-                    rates.append(len(requests) * options.outputs / seconds)
-                print(
-                    f"{cell} depths {options.depths}: {statistics.median(rates[1:]):.1f} output tok/s "
-                    f"(trials {', '.join(f'{rate:.1f}' for rate in rates[1:])})",
-                    flush=True,
-                )
+        through = through_http if options.http else through_engine
+        through(path, settings, options)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,10 @@ def round_bytes(config: OuroConfig, contexts: list[int]) -> int:
 
 @dataclass
 class Bench:
-    """A worker with ``rows`` requests of ``context`` prompt tokens each, and place for ``spare`` more."""
+    """A worker with ``rows`` requests of ``context`` prompt tokens each, and place for ``spare`` more.
+
+    Several may share one ``pool``, of :meth:`num_slots`, if they run one after the other.
+    """
 
     model: OuroModel
     rows: int
@@ -63,9 +66,11 @@ class Bench:
     rounds_in_flight: int = 4
     max_chunk: int = 4096
     graphs: bool = True
+    static_buffers: bool = True
     single_stream: bool = False
     pdl: bool = True
     spare: int = 0
+    pool: KVPool | None = None
     worker: Worker = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +80,7 @@ class Bench:
         all_rows = self.rows + self.spare
         settings = WorkerSettings(all_rows, length, self.rounds_in_flight)
         device = self.model.device
-        pool = KVPool(config, all_rows * self.slots_per_row, torch.bfloat16, device)
+        pool = self.pool or KVPool(config, self.num_slots(), torch.bfloat16, device)
         rows = Rows(
             all_rows,
             length,
@@ -95,12 +100,18 @@ class Bench:
             max_chunk=self.max_chunk,
             blocks=self.rounds_in_flight + 1,
             graphs=self.graphs,
+            static_buffers=self.static_buffers,
             single_stream=self.single_stream,
             pdl=self.pdl,
         )
         self.worker = Worker(rows, pool, executor, settings)
-        self.plan_id = self.chunk_id = 0
+        self.worker.between_layers = self.turn
+        self.seen: list[RoundEvents] = []
+        self.plan_id = self.chunk_id = self.retired_chunk = 0
         self.epoch = 0
+
+    def num_slots(self) -> int:
+        return (self.rows + self.spare) * (self.context + self.outputs) * self.model.config.total_loops
 
     def apply(self, **parts: object) -> None:
         self.plan_id += 1
@@ -118,24 +129,35 @@ class Bench:
         torch.cuda.synchronize()
         return time.perf_counter() - begin
 
-    def submit(self, rows: range, depths: list[list[int]]) -> None:
-        """Admit ``rows`` and hand out their chunks."""
+    def restart(self, depths: list[list[int]]) -> None:
+        """As :meth:`prefill`, but all of a prompt except its last token is taken from slots that hold
+        anything finite: what is timed after it does not depend on values. Earlier requests have ended."""
+        torch.cuda.synchronize()
+        self.epoch += 1
+        self.submit(range(self.rows), depths, cached=self.context - 1)
+        self.run_until(tokens=self.rows)
+        torch.cuda.synchronize()
+
+    def submit(self, rows: range, depths: list[list[int]], cached: int = 0) -> None:
+        """Admit ``rows`` with so many cached tokens and hand out their chunks; spare rows end with their
+        prompts, so that they never take part in rounds."""
         config = self.model.config
         for row in rows:
             prompt = torch.randint(10, config.vocab_size, (self.context,)).tolist()
             params = RowParams(
-                self.outputs,
+                self.outputs if row < self.rows else 0,
                 temperature=0.0,
                 exit_mode=ExitMode.TRACE,
                 exit_trace=depths[row],
                 max_loops=config.total_loops,
             )
-            self.apply(admits=[Admit(row, self.epoch, prompt, params)])
+            slots = self.prompt_slots(row, 0, cached)
+            self.apply(admits=[Admit(row, self.epoch, prompt, params, cached, slots)])
         pieces: list[tuple[int, int, int]] = []
         room = 0
         chunks: list[list[tuple[int, int, int]]] = []
         for row in rows:
-            at = 0
+            at = cached
             while at < self.context:
                 if room == 0:
                     pieces = []
@@ -169,18 +191,24 @@ class Bench:
             grants.append(Grant(row, self.epoch, self.context, widths, slots))
         self.apply(grants=grants)
 
+    def turn(self) -> None:
+        """One step. Runs between the layers of a chunk's launch too, as in the worker's process."""
+        events = self.worker.step()
+        if events is not None:
+            self.seen.append(events)
+            self.retired_chunk = events.retired_chunk
+
     def run_until(self, tokens: int) -> list[RoundEvents]:
-        """Step until that many tokens were seen; bounded."""
-        seen: list[RoundEvents] = []
-        count = 0
+        """Step until that many tokens were seen and every chunk was read; bounded."""
+        self.seen = []
+        count = at = 0
         deadline = time.monotonic() + 120
-        while count < tokens:
-            events = self.worker.step()
-            if events is not None:
-                seen.append(events)
-                count += len(events.rows)
+        while count < tokens or self.retired_chunk < self.chunk_id:
+            self.turn()
+            count += sum(len(events.rows) for events in self.seen[at:])
+            at = len(self.seen)
             assert time.monotonic() < deadline, "no progress"
-        return seen
+        return self.seen
 
     def decode(self, depths: list[list[int]]) -> tuple[float, int, int]:
         """After :meth:`prefill`: (seconds, rounds, tokens) of all remaining output tokens, beside the
@@ -190,7 +218,7 @@ class Bench:
         begin = time.perf_counter()
         self.grant_all(depths)
         self.submit(range(self.rows, self.rows + self.spare), depths)
-        seen = self.run_until(tokens + self.spare)
+        seen = self.run_until(tokens)
         seconds = time.perf_counter() - begin
         rounds = sum(int(events.round_stats.get("lanes", 0) > 0) for events in seen)
         return seconds, rounds, tokens

@@ -10,7 +10,7 @@ from ouro_kernels.triton_ops.attention import WorkList
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")]
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
