@@ -110,7 +110,14 @@ class Lanes:
         count, lengths = len(self.lengths), [self.lengths[lane] for lane in chosen]
         work = WorkList(count, max(self.lengths), self.heads, self.head_dim, CPU)
         # wrong places show as NaN, wrong items as lanes without a length
-        for unread in (work.item_lane, work.item_start, work.length, work.first_item, work.table_index):
+        for unread in (
+            work.item_lane,
+            work.item_start,
+            work.length,
+            work.first_part,
+            work.first_group,
+            work.table_index,
+        ):
             unread.fill_(10**6)
         work.fill([self.index[lane] for lane in chosen], lengths)
         for partial in (work.partial, work.peak, work.total):
@@ -120,7 +127,8 @@ class Lanes:
         attention.decode_attention(
             self.qkv[chosen], keys, values, self.table, *self.angles, work, out, self.scale, programs
         )
-        assert not work.arrived.any()
+        assert not work.group_arrived.any()
+        assert not work.lane_arrived.any()
         assert out[len(chosen) :].isnan().all()
         return out[: len(chosen)], keys, values
 
@@ -141,14 +149,19 @@ class Lanes:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sizes a quarter of the real ones or less. Call it with FINE_PARTS."""
+    """Sizes a quarter of the real ones or less. Call it with ENOUGH_ITEMS."""
     sizes = {"PART": 16, "SHORT_LENGTH": 64, "SHORT_GROUP": 32, "LONG_GROUP": 64}
     for name, value in sizes.items():
         monkeypatch.setattr(attention, name, value)
         monkeypatch.setitem(attention.SIZES, name, value)
     monkeypatch.setattr(attention, "TILE", 8)
     monkeypatch.setattr(attention, "UNROLL", 3)
-    return lambda parts: monkeypatch.setattr(attention, "FINE_PARTS", parts)
+
+    def enough(items: int) -> None:
+        monkeypatch.setattr(attention, "ENOUGH_ITEMS", items)
+        monkeypatch.setattr(attention, "MAX_PARTS", max(items * 3 * 64 // 2 // 16, 1))
+
+    return enough
 
 
 # ends of tiles, parts and groups; a last group of half a group to half as many again; long groups
@@ -177,14 +190,16 @@ def test_decode_attention(
     assert_close(keys[case.new_slots], wanted_keys[case.new_slots], tolerance)
 
     parts = sum(-(-length // 16) for length in case.lengths)
-    for fine_parts, order, programs in (
+    groups = 20
+    for enough, order, programs in (
         (parts, everyone[::-1], parts * heads - 1),  # a part each; one program has the first and last item
+        (groups + 1, everyone, 11),  # two parts each
         (0, everyone[4:8], 1),
     ):
-        small(fine_parts)
+        small(enough)
         out, _, _ = case.run(order, programs)
-        assert same(out, whole[order]), (fine_parts, programs)
-    small(4)  # alone, the first ones in parts, the longest still in groups
+        assert same(out, whole[order]), (enough, programs)
+    small(3)  # alone, most of them in parts, the longest still in groups
     for lane, length in enumerate(case.lengths):
         out, own_keys, own_values = case.run([lane], programs=5)
         assert same(out[0], whole[lane]), length
@@ -197,23 +212,24 @@ def test_decode_attention(
 
 
 def test_decode_attention_at_its_real_sizes() -> None:
-    """All lanes make a coarse list; alone, each but the longest has a fine one."""
-    case = Lanes([1, 63, 64, 65, 767, 768, 1100, 2048, 2049, 3000], 1, 1, 16)
-    whole, keys, values = case.run(list(range(10)), programs=6)
+    """All lanes make a list of groups, ten of them one of two parts each; alone, items are parts."""
+    case = Lanes([1, 63, 64, 65, 767, 768, 1100, 2048, 2049, 3000] + [1100] * 20, 1, 1, 16)
+    whole, keys, values = case.run(list(range(30)), programs=6)
     expected, wanted_keys, wanted_values = case.twin()
     assert_close(whole, expected, 1e-5)
     assert_close(keys[case.new_slots], wanted_keys[case.new_slots], 1e-6)
     assert same(values, wanted_values)
-    for lane, length in enumerate(case.lengths):
+    assert same(case.run(list(range(10)), programs=5)[0], whole[:10])
+    for lane, length in enumerate(case.lengths[:10]):
         assert same(case.run([lane], programs=9)[0][0], whole[lane]), length
 
 
-@pytest.mark.parametrize("fine_parts", [0, 12, 200])
+@pytest.mark.parametrize("enough", [0, 12, 17, 200])
 def test_begin_round_writes_the_work_list_of_the_rows_that_run(
-    small: Callable[[int], None], fine_parts: int
+    small: Callable[[int], None], enough: int
 ) -> None:
-    small(fine_parts)
-    pick = random.Random(fine_parts)
+    small(enough)
+    pick = random.Random(enough)
     loops, rows, max_length = 4, 11, 300
     table = torch.randint(0, 10**6, (loops, rows, max_length), dtype=torch.int32)
     for trial in range(8):
@@ -229,7 +245,8 @@ def test_begin_round_writes_the_work_list_of_the_rows_that_run(
         expected.fill(indices, [positions[row] + 1 for row in runs])
 
         lanes, slots, count = (torch.full((size,), -9, dtype=torch.int32) for size in (rows, rows, 1))
-        written = (work.table_index, work.length, work.first_item, work.item_lane, work.item_start)
+        names = ("table_index", "length", "first_part", "first_group", "item_lane", "item_start")
+        written = [getattr(work, name) for name in names]
         for column in written:
             column.fill_(-9)
         state_column = torch.tensor(states)
@@ -242,22 +259,17 @@ def test_begin_round_writes_the_work_list_of_the_rows_that_run(
             count,
             *written,
             work.num_items,
-            work.fine,
+            work.span,
             rows,
             max_length,
             BR=16,
-            FINE_PARTS=attention.FINE_PARTS,
+            ENOUGH_ITEMS=attention.ENOUGH_ITEMS,
             **attention.SIZES,
         )
         items, number = int(expected.num_items), len(runs)
-        assert (int(count), int(work.num_items), int(work.fine)) == (number, items, int(expected.fine))
-        for name, size in (
-            ("table_index", number),
-            ("length", number),
-            ("first_item", number),
-            ("item_lane", items),
-            ("item_start", items),
-        ):
+        assert (int(count), int(work.num_items), int(work.span)) == (number, items, int(expected.span))
+        for name in names:
+            size = items if name.startswith("item") else number
             got = getattr(work, name)
             assert torch.equal(got[:size], getattr(expected, name)[:size]), name
             assert (got[size:] == -9).all(), name

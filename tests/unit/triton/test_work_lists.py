@@ -105,22 +105,26 @@ def test_a_work_list_cuts_every_lane_without_gap(lengths: list[int]) -> None:
     groups depends on the lane's length alone."""
     work = WorkList(12, 5000, 2, 16, torch.device("cpu"))
     work.fill(list(range(len(lengths))), lengths)
-    count, fine = int(work.num_items), bool(work.fine)
+    count, span = int(work.num_items), int(work.span)
     lanes, starts = work.item_lane[:count].tolist(), work.item_start[:count].tolist()
-    assert fine == (sum(-(-length // attention.PART) for length in lengths) <= attention.FINE_PARTS)
     assert lanes[count - len(lengths) :] == list(range(len(lengths)))  # last items behind all others
-    places = set()
+    all_parts = all_groups = 0
     for lane, length in enumerate(lengths):
         mine = [start for item, start in zip(lanes, starts, strict=True) if item == lane]
         group = attention.SHORT_GROUP if length <= attention.SHORT_LENGTH else attention.LONG_GROUP
-        span = attention.PART if fine else group
-        assert mine == [span * item for item in range(len(mine))]
+        assert mine == [(span or group) * item for item in range(len(mine))]
         rest = length - mine[-1]
-        if fine:
+        if span:
             assert 0 < rest <= span
+            assert group % span == span % attention.PART == 0  # no item has parts of two groups
         else:
-            assert 0 < rest < span + span // 2
-            assert len(mine) == 1 or rest >= span // 2
-        places |= {int(work.first_item[lane]) + item for item in range(len(mine))}
-    assert places == set(range(count))
-    assert count <= len(work.partial) == len(work.item_lane)
+            assert 0 < rest < group + group // 2
+            assert len(mine) == 1 or rest >= group // 2
+        assert (int(work.first_part[lane]), int(work.first_group[lane])) == (all_parts, all_groups)
+        all_parts += -(-length // attention.PART)
+        all_groups += max((length + group // 2) // group, 1)
+    assert all_groups * 2 <= len(work.group_arrived)
+    assert (span == 0) == (all_groups >= attention.ENOUGH_ITEMS)
+    if span:
+        assert all_parts <= attention.MAX_PARTS
+        assert span == attention.PART or count >= attention.ENOUGH_ITEMS
