@@ -106,7 +106,7 @@ class CudaPrefill:
             )
         }
         narrow = model.dtype == torch.float32
-        self._block_q, self._block_k = (64, 32) if narrow else (64, 64)
+        self._block_q, self._block_k = (32, 32) if narrow else (64, 64)
         self._stages = 2 if narrow or config.head_dim > 128 else 3
         longest = -(-rows.slot_table.shape[2] // self._block_k) * self._block_k
         self._packed = PackedKV(
