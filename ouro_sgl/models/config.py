@@ -58,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, not {type(value).__name__}")
@@ -92,7 +92,10 @@ def _number(raw: dict[str, Any], name: str, default: float) -> float:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(f"config.json: {name} must be a number >= 0, not {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"config.json: {name} is too large") from None
 
 
 def load_config(folder: Path) -> OuroConfig:
@@ -107,10 +110,9 @@ def load_config(folder: Path) -> OuroConfig:
         raise ConfigError(f"config.json: model_type is {raw.get('model_type')!r}, only 'ouro' is served")
     if raw.get("use_sliding_window") or raw.get("sliding_window") is not None:
         raise ConfigError("config.json: sliding_window attention is not supported")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or []):
-        raise ConfigError(
-            f"config.json: layer_types {raw['layer_types']!r}: only full_attention is supported"
-        )
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ConfigError(f"config.json: layer_types {kinds!r}: only full_attention is supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
     for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
@@ -134,7 +136,7 @@ def load_config(folder: Path) -> OuroConfig:
     threshold = _number(raw, "early_exit_threshold", 1.0)
     if threshold > 1.0:
         raise ConfigError(f"config.json: early_exit_threshold {threshold} must lie in [0, 1]")
-    theta = _number(raw, "rope_theta", float(rope.get("rope_theta", 10000.0)))
+    theta = _number(raw, "rope_theta", _number(rope, "rope_theta", 10000.0))
     dtype = raw.get("torch_dtype") or raw.get("dtype") or "bfloat16"
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ConfigError(f"config.json: dtype {dtype!r} is not one of bfloat16, float16, float32")

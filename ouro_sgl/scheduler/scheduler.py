@@ -121,8 +121,10 @@ class Scheduler:
             self._refuse(message.uid, problem, 400)
             return
         limit = self.config.max_queued_requests
-        # A request that a free row can take in the next step does not count as one that waits.
-        if limit is not None and len(self.waiting) >= limit + len(self._free_rows):
+        # A request that a row can take in the next step, or as soon as the row has drained, does not count
+        # as one that waits: without the latter, retracted requests would fill the queue for a moment.
+        room = len(self._free_rows) + len(self._releases) + len(self._draining)
+        if limit is not None and len(self.waiting) >= limit + room:
             self._refuse(message.uid, f"the queue is full: {limit} requests wait", 503)
             return
         need = self.layout.generated_need(message.params)

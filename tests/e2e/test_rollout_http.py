@@ -148,7 +148,7 @@ def test_other_weights_between_requests(
     shutil.copytree(models[1], broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-64])
-    for path in (broken, tmp_path / "nowhere", weights):
+    for path in (broken, tmp_path / "nowhere", weights, tmp_path / ("n" * 300)):
         status, body = post(server, "/update_weights_from_disk", model_path=str(path))
         assert (status, body["success"]) == (400, False)
         assert body["message"]

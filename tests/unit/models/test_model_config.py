@@ -76,6 +76,10 @@ def test_every_size_must_stand_there(tmp_path: Path, name: str, value: object) -
         ({"eos_token_id": 300}, "eos_token_id 300"),
         ({"eos_token_id": [0, "2"]}, "eos_token_id"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"layer_types": 5}, "layer_types"),
+        ({"rope_theta": 10**400}, "rope_theta is too large"),
+        ({"rope_scaling": {"rope_theta": "10000"}}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": [1]}}, "rope_theta"),
     ],
 )
 def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -83,7 +87,7 @@ def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], me
         load_config(write(tmp_path, **changes))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": '])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": ', "[" * 100_000])
 def test_unreadable_file(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):

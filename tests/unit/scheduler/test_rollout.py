@@ -428,3 +428,19 @@ def test_a_stop_in_the_midst_of_a_prompt_that_is_computed_again_caches_nothing_o
     scheduler.check_integrity()
     assert scheduler.idle
     assert scheduler.pool.radix.cached == 0
+
+
+def test_retracted_requests_take_no_room_in_the_queue_while_their_rows_drain() -> None:
+    scheduler = make_scheduler(max_rows=2, max_queued_requests=1)
+    for uid in range(2):
+        scheduler.add(GenerateReq(uid, PROMPT, RowParams(max_new_tokens=2)))
+    scheduler.step()
+    control(scheduler, ControlOp.PAUSE, mode="retract")
+    scheduler.add(GenerateReq(2, PROMPT, RowParams(max_new_tokens=2)))
+    scheduler.step()
+    assert scheduler.info()["draining"] == 2
+    scheduler.add(GenerateReq(3, PROMPT, RowParams(max_new_tokens=2)))
+    assert set(scheduler.requests) == {0, 1, 2}
+    batch = scheduler.take_output()
+    assert batch is not None
+    assert [(f.uid, f.status) for f in batch.finished] == [(3, 503)]

@@ -118,4 +118,20 @@ def test_a_bad_folder_changes_nothing(folders: tuple[Path, Path], spoil: object,
     assert not reply.ok
     assert re.search(reason, reply.message), reply.message
     assert answers(worker) == answers(Model(old).worker(4096, SETTINGS))
-    assert not worker.update_weights(UpdateWeights(str(new / "nowhere"))).ok
+    for path in (str(new / "nowhere"), "n" * 300, "/n" * 5000, "n\0", ""):
+        assert not worker.update_weights(UpdateWeights(path)).ok
+
+
+def test_what_nobody_foresaw_changes_nothing(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("there is no memory for a second copy")
+
+    old, new = folders
+    worker = Model(old).worker(4096, SETTINGS)
+    monkeypatch.setattr("ouro_sgl.worker.update.load_weights", fail)
+    reply = worker.update_weights(UpdateWeights(str(new)))
+    assert not reply.ok
+    assert "no memory" in reply.message
+    assert answers(worker) == answers(Model(old).worker(4096, SETTINGS))
