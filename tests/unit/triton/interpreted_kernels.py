@@ -1,6 +1,6 @@
 """Attention, products and norms by the Triton kernels under Triton's interpreter, against their twins.
 
-A pytest file, run in a child process by test_kernels_interpreted.py; by hand: TRITON_INTERPRET=1.
+A pytest file, run in a child process by test_interpreted.py; by hand: TRITON_INTERPRET=1.
 The interpreter runs one program after the other and computes with numpy, so races and the compiler's
 freedom do not show here; indices, masks, work lists and merge orders do. The sizes that cut a lane are
 shrunk, since every operation costs microseconds.

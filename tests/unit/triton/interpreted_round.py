@@ -1,4 +1,4 @@
-"""``interpreted_round.py <folder>``: see test_round_interpreted.py."""
+"""``interpreted_round.py <folder>``: see test_interpreted.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sampling and the coda's row list by the Triton kernels under Triton's interpreter.
 
-A pytest file, run in a child process by test_kernels_interpreted.py; by hand: TRITON_INTERPRET=1. Whole
+A pytest file, run in a child process by test_interpreted.py; by hand: TRITON_INTERPRET=1. Whole
 rounds (interpreted_round.py) have a vocabulary of one block; here it has several, the last one partial.
 """
 
