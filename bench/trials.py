@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import sys
 import time
 
 import torch
@@ -114,6 +115,8 @@ def main() -> None:
         f"{layers} layers: {differing} of {trials} trials differ; depths seen {sorted(depths)}; "
         f"{time.monotonic() - begin:.0f} s on {torch.cuda.get_device_name(0)}"
     )
+    if differing:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

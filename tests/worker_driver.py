@@ -57,11 +57,13 @@ class Result:
     tops: list[TopLogprobs] = field(default_factory=list)
     lambdas: list[list[float]] = field(default_factory=list)
     prompt_logprobs: dict[int, float] = field(default_factory=dict)
+    prompt_tops: dict[int, TopLogprobs] = field(default_factory=dict)  # by position, as prompt_logprobs
     reason: FinishReason = FinishReason.NONE
 
     def comparable(self) -> tuple[object, ...]:
         """What must be bit-identical in any company."""
-        tops = [(top.top_values, top.top_ids, top.id_values) for top in self.tops]
+        all_tops = [*self.tops, *(top for _, top in sorted(self.prompt_tops.items()))]
+        tops = [(top.top_values, top.top_ids, top.id_values) for top in all_tops]
         return (
             self.token_ids,
             self.exit_depths,
@@ -321,8 +323,11 @@ class Driver:
     def _take_prompt_logprobs(self, chunk: ChunkLogprobs) -> None:
         placed = self.rows.get(chunk.row)
         if placed is not None and placed.epoch == chunk.epoch:
-            values = self.results[placed.index].prompt_logprobs
-            values.update(zip(range(chunk.start, chunk.start + len(chunk.values)), chunk.values, strict=True))
+            result = self.results[placed.index]
+            positions = range(chunk.start, chunk.start + len(chunk.values))
+            result.prompt_logprobs.update(zip(positions, chunk.values, strict=True))
+            if chunk.tops:
+                result.prompt_tops.update(zip(positions, chunk.tops, strict=True))
 
     def _end(self, row: int, reason: FinishReason, requests: list[Request]) -> None:
         placed = self.rows.pop(row)

@@ -9,6 +9,7 @@ import torch
 from ouro_sgl.config import ServerArgs
 from ouro_sgl.errors import ConfigError
 from ouro_sgl.messages import Chunk, Segment, WorkerReady
+from ouro_sgl.models.config import OuroConfig
 from ouro_sgl.worker import build
 from ouro_sgl.worker.build import Checkpoint
 from ouro_sgl.worker.cuda_executor import CudaExecutor
@@ -31,6 +32,7 @@ def build_cuda(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, Worker
     """
     if args.attention_backend == "torch":
         raise ConfigError("--attention-backend torch is the CPU's; a GPU worker takes triton")
+    check_model(checkpoint)
     chunk = args.chunked_prefill_size or build.CUDA_CHUNK
     slots = requested_slots(args, checkpoint.config, checkpoint.slot_bytes)
     if slots is None:
@@ -42,6 +44,10 @@ def build_cuda(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, Worker
         checkpoint.config, slots, checkpoint.dtype, checkpoint.device, poison=args.debug_poison_slots
     )
     executor = make_executor(args, checkpoint, settings, rows, pool, chunk, graphs=with_graphs(args))
+    # Kernels of a chunk compile at their first launch: here, and not while rows wait for rounds. One
+    # that starts behind a cached position needs them all.
+    end = min(18, settings.max_length)
+    run_chunk(executor, rows, 1, end, [0] * end * rows.total_loops, checkpoint)
     info = {
         "attention_backend": "triton",
         "cuda_graphs": executor.graphs,
@@ -51,6 +57,30 @@ def build_cuda(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, Worker
         "chunked_prefill_size": chunk,
     }
     return build.finish(rows, pool, executor, settings, checkpoint, info)
+
+
+def check_model(checkpoint: Checkpoint) -> None:
+    """What the CUDA kernels need of a device and of a model's shape.
+
+    Raises:
+        ConfigError: names what they cannot run.
+    """
+    major, minor = torch.cuda.get_device_capability(checkpoint.device)
+    if major < 9:
+        name = torch.cuda.get_device_name(checkpoint.device)
+        raise ConfigError(
+            f"the CUDA kernels read by TMA, which needs compute capability 9.0: {name} has {major}.{minor}"
+        )
+    check_shape(checkpoint.config)
+
+
+def check_shape(config: OuroConfig) -> None:
+    """Raises ConfigError for a shape that the CUDA kernels do not cover."""
+    if config.head_dim < 16 or config.head_dim & (config.head_dim - 1):
+        raise ConfigError(f"head_dim {config.head_dim}: the CUDA kernels need a power of two from 16 on")
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(config, name) % 16:
+            raise ConfigError(f"{name} {getattr(config, name)}: the CUDA kernels need a multiple of 16")
 
 
 def with_graphs(args: ServerArgs) -> bool:
@@ -97,9 +127,9 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
     )
     rows = build.make_rows(probe, checkpoint)
     pool = KVPool(checkpoint.config, probe_tokens * loops, checkpoint.dtype, device)
-    executor = make_executor(args, checkpoint, probe, rows, pool, chunk, graphs=False)
     torch.cuda.reset_peak_memory_stats(device)
-    _run_largest_chunk(executor, rows, probe_tokens, loops, checkpoint)
+    executor = make_executor(args, checkpoint, probe, rows, pool, chunk, graphs=False)
+    run_chunk(executor, rows, 0, probe_tokens, list(range(probe_tokens * loops)), checkpoint)
     peak = torch.cuda.max_memory_allocated(device) - probe_tokens * loops * checkpoint.slot_bytes
     del executor, pool, rows
     gc.collect()
@@ -131,19 +161,13 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
     return min(budget // checkpoint.slot_bytes, probe.max_rows * probe.max_length * loops)
 
 
-def _run_largest_chunk(
-    executor: CudaExecutor, rows: Rows, tokens: int, loops: int, checkpoint: Checkpoint
+def run_chunk(
+    executor: CudaExecutor, rows: Rows, start: int, end: int, slots: list[int], checkpoint: Checkpoint
 ) -> None:
+    """One chunk of a prompt on row 0, which no request has yet. slots: of positions 0 .. end, [T * end]."""
     with executor.prefilling():
-        prompt = Prompt(
-            0,
-            0,
-            torch.zeros(tokens, dtype=torch.int64, device=checkpoint.device),
-            0,
-            0,
-            LogprobWish(0, ()),
-        )
-        rows.set_prompt_slots(0, 0, list(range(tokens * loops)))
-    chunk = Chunk(0, [Segment(0, 0, 0, tokens, [])])
-    executor.launch_chunk(chunk, {0: prompt}, lambda: None).result()
+        tokens = torch.zeros(end, dtype=torch.int64, device=checkpoint.device)
+        prompt = Prompt(0, 0, tokens, 0, 0, LogprobWish(0, ()))
+        rows.set_prompt_slots(0, 0, slots)
+    executor.launch_chunk(Chunk(0, [Segment(0, 0, start, end, [])]), {0: prompt}, lambda: None).result()
     torch.cuda.synchronize()

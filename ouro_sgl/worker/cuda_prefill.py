@@ -15,12 +15,11 @@ from ouro_kernels.triton_ops import norm
 from ouro_kernels.triton_ops.prefill import PackedKV, gather, plan_groups, prefill_attention, rope_write
 from ouro_kernels.triton_ops.sampling import log_sum_exp
 
-from ouro_sgl.messages import Chunk, ChunkLogprobs, Segment
+from ouro_sgl.messages import Chunk, ChunkLogprobs, Segment, TopLogprobs
 from ouro_sgl.models.ouro import OuroModel
 from ouro_sgl.worker.kv_pool import KVPool
 from ouro_sgl.worker.prefill import ChunkResult, Prompt
 from ouro_sgl.worker.rows import Rows
-from ouro_sgl.worker.sampler import LogprobWish, top_logprobs
 
 ROW_COUNTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LOGPROB_ROWS = 256  # prompt positions whose logits are made at once
@@ -60,19 +59,25 @@ class PendingChunk:
         return self._result
 
 
+@dataclass(frozen=True)
 class PendingLogprobs:
-    """Prompt log-probabilities of one segment, on their way to the host."""
+    """Prompt log-probabilities of one segment from position ``first`` on, on their way to the host.
 
-    def __init__(
-        self, piece: Segment, first: int, chosen: torch.Tensor, rows: torch.Tensor | None, wish: LogprobWish
-    ):
-        self._piece, self._first, self._chosen, self._rows, self._wish = piece, first, chosen, rows, wish
+    ``chosen`` [n] fp32; where a request asks for them ``tops``: the best values fp32 and their ids [n, K],
+    and those of the ids that it names [n, I] fp32.
+    """
+
+    piece: Segment
+    first: int
+    chosen: torch.Tensor
+    tops: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
     def read(self) -> ChunkLogprobs:
         tops = []
-        if self._rows is not None:
-            tops = [top_logprobs(row, self._wish.top, self._wish.ids) for row in self._rows]
-        return ChunkLogprobs(self._piece.row, self._piece.epoch, self._first, self._chosen.tolist(), tops)
+        if self.tops is not None:
+            columns = (column.tolist() for column in self.tops)
+            tops = [TopLogprobs(*of_position) for of_position in zip(*columns, strict=True)]
+        return ChunkLogprobs(self.piece.row, self.piece.epoch, self.first, self.chosen.tolist(), tops)
 
 
 @dataclass(frozen=True)
@@ -257,10 +262,12 @@ class CudaPrefill:
             )
             values = logits.float() - log_sum_exp(logits).unsqueeze(1)
             chosen = values.gather(1, prompt.token_ids[begin:end].unsqueeze(1)).squeeze(1)
-            asked = wish.top or wish.ids
-            pending.append(
-                PendingLogprobs(piece, begin, _to_host(chosen), _to_host(values) if asked else None, wish)
-            )
+            tops = None
+            if wish.top or wish.ids:
+                best, ids = torch.sort(values, dim=-1, descending=True, stable=True)
+                named = values[:, self._rows.upload(list(wish.ids), torch.int64)]
+                tops = _to_host(best[:, : wish.top]), _to_host(ids[:, : wish.top]), _to_host(named)
+            pending.append(PendingLogprobs(piece, begin, _to_host(chosen), tops))
         return pending
 
 

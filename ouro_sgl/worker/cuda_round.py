@@ -261,7 +261,8 @@ class CudaRounds:
             self._launch(bucket)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
+            # not on the stream that torch would take: nodes keep the priority of the stream of their capture
+            with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream()):
                 self._launch(bucket)
             memory = memory or graph.pool()
             self._graphs[bucket] = graph

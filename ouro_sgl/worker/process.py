@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -26,11 +27,17 @@ logger = logging.getLogger(__name__)
 def serve(worker: Worker, plans: Receiver[PlanMessage], events: Sender) -> None:
     """Run until a :class:`ShutdownReq`. Blocks on the plan socket when nothing runs."""
     stopping = False
+    waiting: deque[PlanMessage] = deque()
 
     def turn() -> None:
-        """Apply what has come, let the worker take one step, send what it has to say."""
+        """Apply what has come, let the worker take one step, send what it has to say.
+
+        New weights wait, and what comes after them, until no chunk is half launched.
+        """
         nonlocal stopping
-        for message in plans.drain():
+        waiting.extend(plans.drain())
+        while waiting and not (worker.launching_chunk and isinstance(waiting[0], UpdateWeights)):
+            message = waiting.popleft()
             if isinstance(message, ShutdownReq):
                 stopping = True
             elif isinstance(message, UpdateWeights):
@@ -43,7 +50,7 @@ def serve(worker: Worker, plans: Receiver[PlanMessage], events: Sender) -> None:
 
     worker.between_layers = turn
     while not stopping:
-        if worker.idle:
+        if worker.idle and not waiting:
             plans.socket.poll()
         turn()
 

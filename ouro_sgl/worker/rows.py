@@ -236,7 +236,9 @@ class Rows:
     def set_mask(self, mask: Mask) -> None:
         """The row's coda at ``mask.position`` may run."""
         words = torch.frombuffer(bytearray(mask.bits), dtype=torch.int32)
-        self.mask[mask.row] = words if self.device.type == "cpu" else words.pin_memory().to(self.device)
+        if self.device.type != "cpu":
+            words = words.pin_memory().to(self.device, non_blocking=True)
+        self.mask[mask.row] = words
         self.mask_position[mask.row] = mask.position
 
     def activate(

@@ -70,7 +70,7 @@ class Worker:
         self._prompts: dict[int, Prompt] = {}  # rows in prefill or running
         self._wishes: dict[int, LogprobWish] = {}  # rows that want log-probabilities of output tokens
         self._chunks: deque[Chunk] = deque()
-        self._launching_chunk = False
+        self.launching_chunk = False
         # Rounds and chunks each retire in launch order; with two streams not in a common one.
         self._launched_chunks: deque[Pending[ChunkResult]] = deque()
         self._launched_rounds: deque[LaunchedRound] = deque()
@@ -199,7 +199,7 @@ class Worker:
     def _launch(self) -> None:
         decodes = self._may_launch_round()
         limit = self._settings.max_prefill_batches_before_decode
-        may_prefill = self._chunks and not self._launching_chunk
+        may_prefill = self._chunks and not self.launching_chunk
         if may_prefill and (not decodes or self._chunks_since_round < limit):
             self._chunks_since_round += 1
             self._launch_chunk(self._chunks.popleft())
@@ -218,13 +218,13 @@ class Worker:
         if not segments:
             self._launched_chunks.append(Computed(ChunkResult(chunk.chunk_id)))
             return
-        self._launching_chunk = True
+        self.launching_chunk = True
         try:
             work = self._executor.launch_chunk(
                 Chunk(chunk.chunk_id, segments), self._prompts, self.between_layers
             )
         finally:
-            self._launching_chunk = False
+            self.launching_chunk = False
         self._launched_chunks.append(work)
 
     def _read_chunk(self, result: ChunkResult) -> RoundEvents:

@@ -34,7 +34,7 @@ class GemmTile:
 # Asking for weights in L2 before the wait, or letting successors start at once, was slower.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x,
     index_ptr,
@@ -143,7 +143,7 @@ def linear_twin(x: torch.Tensor, weight: torch.Tensor, splits: int = 1) -> torch
     return torch.stack([a @ b.T for a, b in parts])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gate_up_kernel(
     x,
     weight,

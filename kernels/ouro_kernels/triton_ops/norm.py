@@ -53,7 +53,7 @@ def enter(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sandwich_kernel(
     partial_ptr,
     residual_ptr,

@@ -188,7 +188,7 @@ def rope_twin(
     return rope(query, *angles), rope(key, *angles), value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth_offset"])
 def _gather_kernel(
     keys_ptr,
     values_ptr,

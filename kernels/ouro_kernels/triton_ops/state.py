@@ -295,6 +295,7 @@ def advance_kernel(
 
     seen = counts_ptr + row * V + token
     tl.store(seen, tl.load(seen) + 1)
+    tl.debug_barrier()  # every warp has read the position, which picks a forced token
     tl.store(position_ptr + row, position + 1)
     tl.store(depth_ptr + row, 0)
     tl.store(survival_ptr + row, 1.0)

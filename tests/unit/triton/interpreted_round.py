@@ -69,8 +69,11 @@ def requests() -> list[Request]:
         ),
     ]
     params[0].exit_lambdas = params[3].exit_lambdas = params[7].exit_lambdas = True
-    params[0].top_logprobs_num, params[0].token_ids_logprob = 3, [5, 1]
-    return [Request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+    for index in (0, 1):
+        params[index].top_logprobs_num, params[index].token_ids_logprob = 3, [5, 1]
+    made = [Request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+    made[1].prompt_logprob_start = 2
+    return made
 
 
 def replays() -> list[Request]:
@@ -115,8 +118,11 @@ def compare(model: Model, make_requests: Callable[[], list[Request]]) -> list[Re
         assert [len(values) for values in a.lambdas] == [len(values) for values in b.lambdas]
         for one, other in zip(a.lambdas, b.lambdas, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-        for mine, theirs in zip(a.tops, b.tops, strict=True):
+        assert sorted(a.prompt_tops) == sorted(b.prompt_tops)
+        of_prompt = [(a.prompt_tops[position], b.prompt_tops[position]) for position in sorted(a.prompt_tops)]
+        for mine, theirs in [*zip(a.tops, b.tops, strict=True), *of_prompt]:
             assert mine.top_ids == theirs.top_ids
+            torch.testing.assert_close(mine.top_values, theirs.top_values, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(mine.id_values, theirs.id_values, atol=1e-4, rtol=1e-4)
     return got
 
@@ -129,6 +135,7 @@ def main() -> None:
     depths = sorted({depth for result in got for depth in result.exit_depths[1:]})
     print(f"compared {sum(len(result.token_ids) for result in got)} tokens at depths {depths}")
     assert depths == [1, 2, 3, 4]
+    assert sorted(got[1].prompt_tops) == list(range(2, 70))
     assert [bool(result.lambdas) for result in got] == [True, False, False, True, False, False, False, True]
 
     got = compare(model, replays)
