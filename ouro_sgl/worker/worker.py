@@ -58,7 +58,8 @@ class Worker:
     """One model, its slots and its rows.
 
     ``between_layers`` is called while a chunk's launches take host time; the process sets it to its
-    own turn, so that rounds go on, events leave and plans are applied meanwhile.
+    own turn, so that rounds go on, events leave and plans are applied meanwhile. ``launching_chunk`` is
+    true then: some layers of a chunk are launched and some are not.
     """
 
     def __init__(self, rows: Rows, pool: KVPool, executor: Executor, settings: WorkerSettings) -> None:

@@ -30,14 +30,6 @@ MAX_REGISTERS = 128  # of a thread: eight programs per SM
 
 
 @triton.jit
-def prefetch(pointers):
-    """Ask for the 128-byte lines of ``pointers`` in L2; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def group_size(length, SHORT_LENGTH: tl.constexpr, SHORT_GROUP: tl.constexpr, LONG_GROUP: tl.constexpr):
     """Tokens of every group of a lane but the last, which has half as many to half as many again."""
     return tl.where(length <= SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
@@ -156,19 +148,6 @@ def _decode_kernel(
     HALF: tl.constexpr = D // 2
     SHARE: tl.constexpr = HEADS // KV_HEADS
     if PDL:
-        # the work list is older than the kernel before this one, and so are most keys and values
-        if fine and tl.program_id(0) < items:
-            item = tl.program_id(0) // HEADS
-            lane = tl.load(item_lane_ptr + item)
-            length = tl.load(length_ptr + lane)
-            table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
-            column = ((tl.program_id(0) % HEADS) // SHARE) * D
-            for ahead in tl.static_range(0, PART, TILE):
-                at = tl.load(item_start_ptr + item) + ahead + t
-                slot = tl.load(table + at, mask=at < length, other=0).to(tl.int64)
-                for line in tl.static_range(0, D, 64):
-                    prefetch(keys_ptr + slot * (KV_HEADS * D) + column + line)
-                    prefetch(values_ptr + slot * (KV_HEADS * D) + column + line)
         gdc_wait()
     for work in tl.range(tl.program_id(0), items, tl.num_programs(0)):
         item = work // HEADS

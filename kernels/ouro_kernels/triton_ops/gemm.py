@@ -102,8 +102,8 @@ def linear(
 ) -> None:
     """out[s] = partial sum s of ``x @ weight.T``.
 
-    x [B, K], or with ``index`` any [*, K] whose rows index[0 .. count) are taken; weight [N, K]; both
-    read by TMA, so their rows start at multiples of 16 bytes;
+    x [B, K], or with ``index`` any [*, K] whose rows index[0 .. count) are taken; weight [N, K].
+    The weight, and x without an ``index``, are read by TMA: rows start at multiples of 16 bytes;
     out [splits, B, N] (the dtype of x, or fp32). K must be a multiple of splits * tile.block_k. Rows
     at or past ``count`` are not written.
     """

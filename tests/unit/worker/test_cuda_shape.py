@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +14,10 @@ from tests.models import rand_checkpoint
 pytest.importorskip("triton")
 
 
-def test_shapes_that_the_kernels_do_not_cover(tmp_path: object) -> None:
+def test_shapes_that_the_kernels_do_not_cover(tmp_path: Path) -> None:
     from ouro_sgl.worker.cuda_build import check_shape
 
-    config = load_config(rand_checkpoint(tmp_path))  # type: ignore[arg-type]
+    config = load_config(rand_checkpoint(tmp_path))
     check_shape(config)
     for change, problem in (
         ({"head_dim": 80}, "head_dim 80"),
