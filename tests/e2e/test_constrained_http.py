@@ -128,15 +128,16 @@ def test_a_grammar_gives_its_sentences(server: Server) -> None:
 
 
 def test_samples_and_batches_are_constrained_one_by_one(server: Server) -> None:
+    shared = {"n": 3, "temperature": 50, "sampling_seed": 5, "max_new_tokens": 60}  # letters nearly uniform
     payload = {
         "text": ["hello", "world"],
-        "sampling_params": [{"n": 3, "regex": "[ab]{12}x"}, {"n": 3, "regex": "[cd]{12}y"}],
+        "sampling_params": [{**shared, "regex": "[ab]{40}x"}, {**shared, "regex": "[cd]{40}y"}],
     }
     answers = server.post("/generate", payload, timeout=PATIENCE).json()
     texts = [answer["text"] for answer in answers]
-    assert all(re.fullmatch("[ab]{12}x", text) for text in texts[:3])
-    assert all(re.fullmatch("[cd]{12}y", text) for text in texts[3:])
-    assert len(set(texts)) > 2
+    assert all(re.fullmatch("[ab]{40}x", text) for text in texts[:3])
+    assert all(re.fullmatch("[cd]{40}y", text) for text in texts[3:])
+    assert len(set(texts)) == 6
 
 
 def test_greedy_penalties_and_logprobs_work_within_the_mask(server: Server) -> None:
