@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, without limits of time; --hypothesis-profile=default looks for new ones.
+settings.load_profile("ci")
 
 # No test may depend on the hub: a name that is not cached fails at once instead of being fetched.
 os.environ["HF_HUB_OFFLINE"] = "1"

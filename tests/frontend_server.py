@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from ouro_sgl.config import ServerArgs
 from tests.models import byte_tokenizer
-from tests.server import free_port
+from tests.server import held_port
 
 WORDS = ("Paris", "world")  # single tokens of the echo checkpoint
 VOCAB_SIZE = 320  # more than its tokenizer knows
@@ -71,9 +71,8 @@ class Frontend:
 @contextlib.contextmanager
 def running_frontend(folder: Path, **settings: Any) -> Iterator[Frontend]:
     """Start a frontend on a free port; the caller runs the scheduler on ``ipc_dir``."""
-    port = free_port()
-    args = ServerArgs(model_path=str(folder), served_model_name="echo", port=port, **settings)
-    with tempfile.TemporaryDirectory(prefix="ouro") as name:
+    with held_port() as port, tempfile.TemporaryDirectory(prefix="ouro") as name:
+        args = ServerArgs(model_path=str(folder), served_model_name="echo", port=port, **settings)
         ipc_dir = Path(name)
         (ipc_dir / "settings.json").write_bytes(msgspec.json.encode(args))
         process = subprocess.Popen(

@@ -118,6 +118,14 @@ class MockScheduler(threading.Thread):
         return [message for message in self.received if isinstance(message, kind)]
 
     def run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            self._receiver.close()
+            self._sender.close()
+            self._context.term()
+
+    def _loop(self) -> None:
         announced = False
         while not self._halt.is_set():
             if self._announce.is_set() and not announced:
@@ -132,11 +140,9 @@ class MockScheduler(threading.Thread):
                 self._receiver.socket.poll(2)
             else:
                 time.sleep(self.round_seconds)
-        self._receiver.close()
-        self._sender.close()
-        self._context.term()
 
     def _try_send(self, message: Any) -> bool:
+        """Whether ``message`` is on its way; it is not if the frontend is not there yet, or has left."""
         try:
             self._sender.send(message)
         except zmq.Again:
@@ -165,7 +171,7 @@ class MockScheduler(threading.Thread):
             reply = ControlReply(message.control_id, not rows, f"{rows} requests run" if rows else "")
         else:
             reply = ControlReply(message.control_id, True, info={"running": rows})
-        self._sender.send(reply)
+        self._try_send(reply)
 
     def _abort(self, uids: list[int]) -> None:
         finished = []
@@ -180,7 +186,7 @@ class MockScheduler(threading.Thread):
                 text = "aborted before prefill"
             finished.append(Finished(uid, FinishReason.ABORT, row.sent, message=text))
         if finished:
-            self._try_send(TokenBatch(finished=finished))  # the frontend may have left at once
+            self._try_send(TokenBatch(finished=finished))
 
     def _admit(self, batch: TokenBatch) -> None:
         while self._waiting and len(self._running) < self.max_rows:
@@ -220,13 +226,13 @@ class MockScheduler(threading.Thread):
 
     def _round(self) -> None:
         while self._injected:
-            self._sender.send(self._injected.pop(0))
+            self._try_send(self._injected.pop(0))
         batch = TokenBatch([], [], [], [], [], {}, [])
         self._admit(batch)
         for uid, row in list(self._running.items()):
             self._advance(uid, row, batch)
         if batch.started or batch.uids or batch.finished:
-            self._sender.send(batch)
+            self._try_send(batch)
 
     def _advance(self, uid: int, row: _Row, batch: TokenBatch) -> None:
         request, params = row.request, row.request.params

@@ -24,11 +24,20 @@ READY_TIMEOUT = 60.0  # seconds; a start takes a few on an idle machine
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def free_port() -> int:
-    """A port that nothing listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def held_port(port: int = 0) -> Iterator[int]:
+    """A port (0: any that is free) that nobody else gets during the block.
+
+    A socket that is bound but does not listen keeps the kernel from handing the port out, be it to a
+    server or to a client's end of a connection. Servers set SO_REUSEADDR and may listen there.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", port))
+        yield int(holder.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -104,26 +113,28 @@ class Server:
 
 
 @contextlib.contextmanager
-def start_server(model: Path | str | None, *flags: str, command: list[str] | None = None) -> Iterator[Server]:
+def start_server(
+    model: Path | str | None, *flags: str, command: list[str] | None = None, port: int = 0
+) -> Iterator[Server]:
     """Start a server without waiting for it; it is stopped at the end of the block.
 
     Args:
         model: checkpoint folder; None for the bundled model.
         flags: further flags of the command line.
         command: words before the flags, instead of ``python -m ouro_sgl.launch_server``.
+        port: where it listens; 0: at any port.
     """
-    port = free_port()
     words = command or [sys.executable, "-m", "ouro_sgl.launch_server"]
-    words = [*words, "--port", str(port), *flags]
-    if model is not None:
-        words += ["--model-path", str(model)]
-    with tempfile.TemporaryDirectory() as folder:
+    with held_port(port) as held, tempfile.TemporaryDirectory() as folder:
+        words = [*words, "--port", str(held), *flags]
+        if model is not None:
+            words += ["--model-path", str(model)]
         log_file = Path(folder) / "log"
         with log_file.open("wb") as log:
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ.copy()
             )
-        server = Server(f"http://127.0.0.1:{port}", process, log_file)
+        server = Server(f"http://127.0.0.1:{held}", process, log_file)
         try:
             yield server
         finally:

@@ -25,10 +25,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tests.server
 from tests.e2e.reports.support import LONG, NATIVE, Client, digits, greedy, wait_for
 from tests.models import byte_ids, chain_of, script_checkpoint
-from tests.server import Server, free_port, start_server
+from tests.server import Server, held_port, start_server
 
 END_SECONDS = 5 * 10.0  # in which all processes of a server are gone, with slack for a loaded machine
 REFUSAL_SECONDS = 60.0
@@ -67,24 +66,18 @@ def is_refused(url: str) -> bool:
         return probe.connect_ex((host, int(port))) != 0
 
 
-def neighbours(count: int) -> list[int]:
-    """Free ports in a row."""
-    while True:
-        first = free_port()
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return list(range(first, first + count))
-
-
 @contextlib.contextmanager
-def start_at(port: int, model: Path, *flags: str) -> Iterator[Server]:
-    """:func:`start_server` at a given port."""
-    with contextlib.ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tests.server, "free_port", lambda: port)
-            server = stack.enter_context(start_server(model, *flags))
-        yield server
+def neighbours(count: int) -> Iterator[list[int]]:
+    """Ports in a row, held as in :func:`held_port`."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(held_port())
+            try:
+                others = [stack.enter_context(held_port(first + index)) for index in range(1, count)]
+            except (OSError, OverflowError):
+                continue
+            yield [first, *others]
+            return
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +93,11 @@ def servers(script_model: Path, other_model: Path) -> Iterator[Launch]:
     names = [*SIGNALS, *DEATHS]
     running: dict[str, Server] = {}
     with contextlib.ExitStack() as stack:
-        for name, port in zip(names, neighbours(len(names)), strict=True):
+        for name, port in zip(names, stack.enter_context(neighbours(len(names))), strict=True):
             model = other_model if name == "SIGINT" else script_model
             # The others have the default patience with what runs, and must end in time all the same.
-            flags = ["--shutdown-timeout", "1"] if name == "SIGINT" else []
-            running[name] = stack.enter_context(start_at(port, model, "--num-slots", "32768", *flags))
+            flags = ["--num-slots", "32768", *(["--shutdown-timeout", "1"] if name == "SIGINT" else [])]
+            running[name] = stack.enter_context(start_server(model, *flags, port=port))
 
         def ready(name: str) -> Server:
             running[name].wait_ready()
@@ -161,17 +154,17 @@ def test_lif_01_a_signal_ends_everything(servers: Launch, name: str) -> None:
 
 def test_lif_01_and_the_next_start_works(script_model: Path) -> None:
     """A signal during start-up, and a server at the same port afterwards."""
-    with start_server(script_model, "--num-slots", "4096") as server:
-        assert wait_for(lambda: len(children_of(server.process.pid)) == 2)
-        pids = family(server)
-        begin = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(END_SECONDS)
-        assert_gone(server, pids, begin)
-    port = int(server.url.rsplit(":", 1)[1])
-    with start_at(port, script_model, "--num-slots", "4096") as again:
-        again.wait_ready()
-        assert again.generate(LONG, **greedy(5))["text"] == digits(5)
+    with held_port() as port:
+        with start_server(script_model, "--num-slots", "4096", port=port) as server:
+            assert wait_for(lambda: len(children_of(server.process.pid)) == 2)
+            pids = family(server)
+            begin = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            server.process.wait(END_SECONDS)
+            assert_gone(server, pids, begin)
+        with start_server(script_model, "--num-slots", "4096", port=port) as again:
+            again.wait_ready()
+            assert again.generate(LONG, **greedy(5))["text"] == digits(5)
 
 
 @pytest.mark.parametrize("name", list(DEATHS))

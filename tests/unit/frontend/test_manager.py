@@ -24,6 +24,9 @@ from tests.models import byte_ids
 
 Pair = tuple[TokenizerManager, MockScheduler]
 
+LONG = {"max_new_tokens": 200}  # ends by itself within a second
+ENDLESS = 0.1  # seconds of a round in which LONG does not end before a test has done what it wants
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,7 +41,7 @@ async def running(folder: Path, settings: dict[str, Any] | None = None, **mock: 
         manager = TokenizerManager(ServerArgs(model_path=str(folder), **(settings or {})), Path(name))
         manager.start()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await manager.ready.wait()
             yield manager, scheduler
         finally:
@@ -52,8 +55,14 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
         yield both
 
 
+@pytest.fixture
+async def slow_pair(folder: Path) -> AsyncIterator[Pair]:
+    async with running(folder, round_seconds=ENDLESS) as both:
+        yield both
+
+
 async def wait_for(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -212,15 +221,15 @@ async def test_colliding_names_within_a_call(pair: Pair) -> None:
         await pair[0].generate(ask(["a", "b"], rid=["y", "y_0"], sampling_params={"n": 2}))
 
 
-async def test_abort_by_exact_id(pair: Pair) -> None:
-    manager, _ = pair
-    endless = {"max_new_tokens": 200}
-    long = asyncio.create_task(manager.generate(ask(rid="ab", sampling_params=endless)))
-    short = asyncio.create_task(manager.generate(ask(rid="a", sampling_params=endless)))
-    await asyncio.sleep(0.02)
+async def test_abort_by_exact_id(slow_pair: Pair) -> None:
+    manager, scheduler = slow_pair
+    long = asyncio.create_task(manager.generate(ask(rid="ab", sampling_params=LONG)))
+    short = asyncio.create_task(manager.generate(ask(rid="a", sampling_params=LONG)))
+    await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 2)
     manager.abort("a")
     manager.abort("unknown")
     answer: Any = await short
+    scheduler.round_seconds = 0.001
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert ("hello" * 40).startswith(answer["text"])
     finished: Any = await long
@@ -228,23 +237,23 @@ async def test_abort_by_exact_id(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"text": ["a", "b"]}, {"text": "a", "n": 3}])
-async def test_abort_by_the_name_of_a_group(pair: Pair, fields: dict[str, Any]) -> None:
-    manager, _ = pair
-    sampling = {"max_new_tokens": 200, "n": fields.get("n", 1)}
+async def test_abort_by_the_name_of_a_group(slow_pair: Pair, fields: dict[str, Any]) -> None:
+    manager, scheduler = slow_pair
+    sampling = {**LONG, "n": fields.get("n", 1)}
     call = asyncio.create_task(manager.generate(ask(fields["text"], rid="g", sampling_params=sampling)))
-    await asyncio.sleep(0.02)
+    await wait_for(lambda: scheduler.of_type(GenerateReq))
     manager.abort("g")
     answers: Any = await call
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
 
 
 async def test_abort_all_and_waiting_requests(folder: Path) -> None:
-    async with running(folder, max_rows=1) as (manager, _):
+    async with running(folder, max_rows=1, round_seconds=ENDLESS) as (manager, scheduler):
         calls = [
-            asyncio.create_task(manager.generate(ask(rid=rid, sampling_params={"max_new_tokens": 200})))
+            asyncio.create_task(manager.generate(ask(rid=rid, sampling_params=LONG)))
             for rid in ("runs", "waits")
         ]
-        await asyncio.sleep(0.05)
+        await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 2)
         manager.abort("waits")
         waited: Any = await calls[1]
         assert waited["text"] == ""
@@ -255,12 +264,12 @@ async def test_abort_all_and_waiting_requests(folder: Path) -> None:
         assert ran["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_leaving_a_call_aborts_it(pair: Pair) -> None:
-    manager, scheduler = pair
-    stream = manager.stream(ask(["a", "b"], sampling_params={"max_new_tokens": 200}))
+async def test_leaving_a_call_aborts_it(slow_pair: Pair) -> None:
+    manager, scheduler = slow_pair
+    stream = manager.stream(ask(["a", "b"], sampling_params=LONG))
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
-    call = asyncio.create_task(manager.generate(ask(sampling_params={"max_new_tokens": 200})))
+    call = asyncio.create_task(manager.generate(ask(sampling_params=LONG)))
     await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 3)
     call.cancel()
     await wait_for(lambda: sum(len(message.uids) for message in scheduler.of_type(AbortReq)) == 3)
@@ -332,10 +341,10 @@ async def test_nothing_is_accepted_before_the_start_and_after_the_end(folder: Pa
         scheduler.stop()
 
 
-async def test_every_call_ends_when_the_scheduler_fails(pair: Pair) -> None:
-    manager, scheduler = pair
-    call = asyncio.create_task(manager.generate(ask(sampling_params={"max_new_tokens": 200})))
-    stream = manager.stream(ask(sampling_params={"max_new_tokens": 200}))
+async def test_every_call_ends_when_the_scheduler_fails(slow_pair: Pair) -> None:
+    manager, scheduler = slow_pair
+    call = asyncio.create_task(manager.generate(ask(sampling_params=LONG)))
+    stream = manager.stream(ask(sampling_params=LONG))
     await anext(stream)
     scheduler.break_down("the worker is dead")
     for waiting in (call, exhaust(stream), manager.generate(ask()), manager.flush_cache()):
@@ -344,10 +353,10 @@ async def test_every_call_ends_when_the_scheduler_fails(pair: Pair) -> None:
         assert failure.value.status == 503
 
 
-async def test_flush_cache_and_info(pair: Pair) -> None:
-    manager, _ = pair
+async def test_flush_cache_and_info(slow_pair: Pair) -> None:
+    manager, _ = slow_pair
     assert (await manager.flush_cache()).ok
-    stream = manager.stream(ask(sampling_params={"max_new_tokens": 200}))
+    stream = manager.stream(ask(sampling_params=LONG))
     await anext(stream)
     reply = await manager.flush_cache()
     assert (reply.ok, reply.message) == (False, "1 requests run")
@@ -384,7 +393,8 @@ async def test_counters_add_up(pair: Pair) -> None:
     for _ in range(3):
         await manager.generate(ask("hello"))
     await manager.generate(ask(["ab", "cd"], sampling_params={"max_new_tokens": 3}))
-    call = asyncio.create_task(manager.generate(ask("xyz", rid="r", sampling_params={"max_new_tokens": 200})))
+    scheduler.round_seconds = ENDLESS
+    call = asyncio.create_task(manager.generate(ask("xyz", rid="r", sampling_params=LONG)))
     await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 6)
     manager.abort("r")
     aborted: Any = await call
@@ -422,28 +432,30 @@ async def test_exit_traces_are_recorded_and_replayed(folder: Path, tmp_path: Pat
         assert await manager.probe(5)
 
 
-async def test_a_message_that_makes_no_sense_ends_every_call(pair: Pair) -> None:
-    manager, scheduler = pair
-    stream = manager.stream(ask(sampling_params={"max_new_tokens": 200}))
+async def test_a_message_that_makes_no_sense_ends_every_call(slow_pair: Pair) -> None:
+    manager, scheduler = slow_pair
+    stream = manager.stream(ask(sampling_params=LONG))
     await anext(stream)
     scheduler.inject(TokenBatch(uids=[1, 2], counts=[1]))
     with pytest.raises(RequestError, match="internal error"):
         await asyncio.wait_for(exhaust(stream), 10)
 
 
-async def test_a_slow_reader_of_a_batch_sees_every_end_once(pair: Pair) -> None:
+async def test_a_slow_reader_of_a_batch_sees_every_end_once(slow_pair: Pair) -> None:
     """Sequences that end while the snapshot of another one is on its way."""
-    manager, _ = pair
+    manager, scheduler = slow_pair
     ends, snapshots = [], 0
-    payload = {"text": ["abcd", "efgh", "ijkl"], "sampling_params": {"max_new_tokens": 200}}
+    payload = {"text": ["abcd", "efgh", "ijkl"], "sampling_params": LONG}
     async for answer in manager.stream(payload):
         snapshots += 1
         if answer["meta_info"]["finish_reason"] is not None:
             ends.append(answer["index"])
         if snapshots == 1:
-            await asyncio.sleep(0.05)  # all three have something to show
+            rows = [sequence for _, sequence in manager._running.values()]  # all get something to show
+            await wait_for(lambda rows=rows: all(sequence.output_ids for sequence in rows))
         elif snapshots == 2:
             assert not ends
+            scheduler.round_seconds = 0.001
             await wait_for(lambda: not manager._running)
     assert sorted(ends) == [0, 1, 2]
 
