@@ -56,8 +56,14 @@ class Frontend:
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=20, trust_env=False)
 
+    def lose_child(self, how: str) -> None:
+        """Play the death of a child; ``how`` tells what happened to it."""
+        whole = self.ipc_dir / "child-died.part"
+        whole.write_text(how)
+        whole.rename(self.ipc_dir / "child-died")  # nobody sees the half of it
+
     def wait_healthy(self, status: int = 200) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         with self.client() as client:
             while True:
                 with contextlib.suppress(httpx.TransportError):

@@ -8,8 +8,10 @@ see :meth:`MockScheduler._admit`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from ouro_sgl.messages import (
 )
 
 TOTAL_LOOPS = 4
+SLOW_ROUND = 0.1  # seconds
 
 
 def exit_depth(index: int) -> int:
@@ -116,6 +119,26 @@ class MockScheduler(threading.Thread):
 
     def of_type(self, kind: type) -> list[Any]:
         return [message for message in self.received if isinstance(message, kind)]
+
+    def wait_for(self, kind: type, count: int, seconds: float = 30.0) -> None:
+        """Until ``count`` messages of this kind have come.
+
+        Raises:
+            AssertionError: they do not come in time.
+        """
+        deadline = time.monotonic() + seconds
+        while len(self.of_type(kind)) < count:
+            assert time.monotonic() < deadline, f"{len(self.of_type(kind))} of {count} {kind.__name__} came"
+            time.sleep(0.01)
+
+    @contextlib.contextmanager
+    def slowly(self) -> Iterator[None]:
+        """Rounds are slow during the block: 200 tokens take longer than it does on any machine."""
+        usual, self.round_seconds = self.round_seconds, SLOW_ROUND
+        try:
+            yield
+        finally:
+            self.round_seconds = usual
 
     def run(self) -> None:
         try:

@@ -20,7 +20,7 @@ from tests.mock_scheduler import MockScheduler
 
 Served = tuple[httpx.Client, MockScheduler, Frontend]
 MAX_BODY = 1 << 20
-LONG = {"max_new_tokens": 200}  # 0.2 s at the least
+LONG = {"max_new_tokens": 200}  # with slow rounds it runs until the test lets it end
 
 
 @pytest.fixture(scope="module")
@@ -195,12 +195,13 @@ def test_failures_of_a_running_request(served: Served) -> None:
 
 
 def test_a_taken_request_id(served: Served) -> None:
-    client, _, _ = served
+    client, scheduler, _ = served
     body = {"text": "a", "rid": "taken", "stream": True, "sampling_params": LONG}
-    with client.stream("POST", "/generate", json=body) as stream:
+    with scheduler.slowly(), client.stream("POST", "/generate", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
         refused = client.post("/generate", json={"text": "b", "rid": "taken"})
+        scheduler.round_seconds = 0.001
         assert refused.status_code == 400
         assert "taken" in refused.json()["error"]["message"]
         assert list(lines)[-2] == "data: [DONE]"
@@ -208,16 +209,17 @@ def test_a_taken_request_id(served: Served) -> None:
 
 
 def test_abort(served: Served) -> None:
-    client, _, _ = served
+    client, scheduler, _ = served
     for body in ({"rid": ""}, {"rid": "unknown"}, {}):
         assert client.post("/abort_request", json=body).status_code == 200
     for streamed in (False, True):
         body = {"text": "abc", "rid": "r", "stream": streamed, "sampling_params": LONG}
-        with ThreadPoolExecutor(1) as pool:
+        before = len(scheduler.of_type(GenerateReq))
+        with scheduler.slowly(), ThreadPoolExecutor(1) as pool:
             call = pool.submit(client.post, "/generate", json=body)
-            time.sleep(0.05)
+            scheduler.wait_for(GenerateReq, before + 1)
             assert client.post("/abort_request", json={"rid": "r"}).status_code == 200
-            response = call.result(10)
+            response = call.result(20)
         answer = events(response)[-1] if streamed else response.json()
         assert response.status_code == 200
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
@@ -225,7 +227,7 @@ def test_abort(served: Served) -> None:
 
 
 def wait_for_abort(scheduler: MockScheduler, before: int, count: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 15  # the calls would run for longer
     while sum(len(message.uids) for message in scheduler.of_type(AbortReq)) < before + count:
         assert time.monotonic() < deadline, "the disconnect was not noticed"
         time.sleep(0.01)
@@ -235,22 +237,26 @@ def wait_for_abort(scheduler: MockScheduler, before: int, count: int) -> None:
 def test_a_client_that_leaves_is_aborted(served: Served, streamed: bool) -> None:
     client, scheduler, frontend = served
     before = sum(len(message.uids) for message in scheduler.of_type(AbortReq))
-    scheduler.round_seconds = 0.05
-    try:
-        params = {"max_new_tokens": 200, "n": 2}
+    asked = len(scheduler.of_type(GenerateReq))
+    with scheduler.slowly():
+        params = {**LONG, "n": 2}
         body = json.dumps({"text": "a", "stream": streamed, "sampling_params": params}).encode()
         host, port = frontend.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as raw:
             head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
             raw.sendall(head.encode() + body)
+            scheduler.wait_for(GenerateReq, asked + 2)
             if streamed:
                 raw.recv(100)
-            else:
-                time.sleep(0.2)
         wait_for_abort(scheduler, before, 2)
-    finally:
-        scheduler.round_seconds = 0.001
     assert client.post("/flush_cache").status_code == 200
+
+
+def generated_tokens(client: httpx.Client) -> float:
+    """Tokens of all calls that have ended."""
+    lines = client.get("/metrics").text.splitlines()
+    (line,) = [line for line in lines if line.startswith("sglang:generation_tokens_total{")]
+    return float(line.rpartition(" ")[2])
 
 
 def test_a_client_that_reads_slowly_skips_chunks(served: Served) -> None:
@@ -262,10 +268,14 @@ def test_a_client_that_reads_slowly_skips_chunks(served: Served) -> None:
         {"text": "a" * 150, **fields, "top_logprobs_num": 200, "sampling_params": params}
     ).encode()
     host, port = frontend.url.removeprefix("http://").split(":")
+    before = generated_tokens(client)
+    deadline = time.monotonic() + 30
     with socket.create_connection((host, int(port))) as raw:
         head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         raw.sendall(head.encode() + body)
-        time.sleep(1.0)
+        while generated_tokens(client) < before + 100:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         received = b""
         while b"[DONE]" not in received[-100:]:
             received += raw.recv(1 << 20)
@@ -343,7 +353,7 @@ def test_a_storm_of_aborts_and_disconnects(served: Served) -> None:
         ends = list(pool.map(one, range(240)))
     assert (ends.count("left"), ends.count("answered")) == (80, 160)
     assert len(scheduler.of_type(GenerateReq)) >= asked + 240
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while client.get("/server_info").json()["internal_states"] != [{"running": 0}]:
         assert time.monotonic() < deadline, "requests of clients that left still run"
         time.sleep(0.02)

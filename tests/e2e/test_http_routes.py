@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from ouro_sgl.messages import ShutdownReq
+from ouro_sgl.messages import GenerateReq, ShutdownReq
 from tests.frontend_server import VOCAB_SIZE, Frontend, running_frontend, write_echo_checkpoint
-from tests.mock_scheduler import MockScheduler
+from tests.mock_scheduler import SLOW_ROUND, MockScheduler
 from tests.models import byte_ids
 
 Served = tuple[httpx.Client, MockScheduler]
+LONG = {"max_new_tokens": 200}  # with slow rounds it runs until the test lets it end
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +75,15 @@ def test_health(served: Served) -> None:
 def test_flush_cache(served: Served, method: str) -> None:
     client, scheduler = served
     assert client.request(method, "/flush_cache").status_code == 200
-    scheduler.round_seconds = 0.05
-    try:
-        body = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 20}}
-        with client.stream("POST", "/generate", json=body) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            refused = client.request(method, "/flush_cache")
-            assert refused.status_code == 400
-            assert "1 requests run" in refused.text
-            assert list(lines)[-2] == "data: [DONE]"
-    finally:
+    body = {"text": "a", "stream": True, "sampling_params": LONG}
+    with scheduler.slowly(), client.stream("POST", "/generate", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        refused = client.request(method, "/flush_cache")
         scheduler.round_seconds = 0.001
+        assert refused.status_code == 400
+        assert "1 requests run" in refused.text
+        assert list(lines)[-2] == "data: [DONE]"
     assert client.request(method, "/flush_cache").status_code == 200
 
 
@@ -197,25 +194,28 @@ def test_before_the_scheduler_is_ready(folder: Path) -> None:
             scheduler.stop()
 
 
-def start_call(client: httpx.Client, pool: ThreadPoolExecutor, tokens: int) -> Any:
-    body = {"text": "a", "sampling_params": {"max_new_tokens": tokens}}
+def start_call(
+    client: httpx.Client, pool: ThreadPoolExecutor, scheduler: MockScheduler, stream: bool = False
+) -> Any:
+    """A call that runs."""
+    body = {"text": "a", "stream": stream, "sampling_params": LONG}
     call = pool.submit(client.post, "/generate", json=body)
-    time.sleep(0.3)
+    scheduler.wait_for(GenerateReq, 1)
     return call
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_running_requests_finish(folder: Path, signum: int) -> None:
     with running_frontend(folder) as frontend, frontend.client() as client, ThreadPoolExecutor(1) as pool:
-        scheduler = start_scheduler(frontend, round_seconds=0.02)
+        scheduler = start_scheduler(frontend, round_seconds=SLOW_ROUND)
         frontend.wait_healthy()
-        call = start_call(client, pool, 50)
+        call = start_call(client, pool, scheduler)
         frontend.process.send_signal(signum)
-        time.sleep(0.2)
-        assert client.get("/health").status_code == 503
+        frontend.wait_healthy(status=503)
         assert client.post("/generate", json={"text": "a"}).status_code == 503
+        scheduler.round_seconds = 0.001
         answer = call.result(20).json()
-        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 50}
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 200}
         assert frontend.process.wait(20) == 0
         scheduler.join(10)
         assert scheduler.of_type(ShutdownReq)
@@ -229,12 +229,12 @@ def test_requests_that_run_too_long_are_aborted(folder: Path, again: bool) -> No
         frontend.client() as client,
         ThreadPoolExecutor(1) as pool,
     ):
-        scheduler = start_scheduler(frontend, round_seconds=0.5)
+        scheduler = start_scheduler(frontend, round_seconds=SLOW_ROUND)
         frontend.wait_healthy()
-        call = start_call(client, pool, 200)
+        call = start_call(client, pool, scheduler)
         frontend.process.send_signal(signal.SIGTERM)
         if again:
-            time.sleep(0.3)
+            frontend.wait_healthy(status=503)  # the first signal has arrived
             frontend.process.send_signal(signal.SIGTERM)
         answer = call.result(20).json()
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
@@ -245,12 +245,10 @@ def test_requests_that_run_too_long_are_aborted(folder: Path, again: bool) -> No
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_death_of_a_child_ends_calls_and_process(folder: Path, streamed: bool) -> None:
     with running_frontend(folder) as frontend, frontend.client() as client, ThreadPoolExecutor(1) as pool:
-        scheduler = start_scheduler(frontend, round_seconds=0.5)
+        scheduler = start_scheduler(frontend, round_seconds=SLOW_ROUND)
         frontend.wait_healthy()
-        body = {"text": "a", "stream": streamed, "sampling_params": {"max_new_tokens": 200}}
-        call = pool.submit(client.post, "/generate", json=body)
-        time.sleep(0.3)
-        (frontend.ipc_dir / "child-died").write_text("the worker process was killed")
+        call = start_call(client, pool, scheduler, streamed)
+        frontend.lose_child("the worker process was killed")
         response = call.result(20)
         if streamed:
             *_, event, done = [block for block in response.text.split("\n\n") if block]
@@ -269,7 +267,7 @@ def test_the_death_of_a_child_ends_calls_and_process(folder: Path, streamed: boo
 def test_a_child_that_dies_during_start_up_ends_the_process(folder: Path) -> None:
     with running_frontend(folder) as frontend:
         frontend.wait_healthy(status=503)
-        (frontend.ipc_dir / "child-died").write_text("the worker process ended with exit code 1")
+        frontend.lose_child("the worker process ended with exit code 1")
         assert frontend.process.wait(20) == 1
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -381,38 +380,25 @@ async def test_the_asynchronous_client(served: Served) -> None:
 # --------------------------------------------------------------------------- ends
 
 
-def wait_for(served: Served, kind: type, count: int) -> None:
-    deadline = time.monotonic() + 10
-    while len(served.scheduler.of_type(kind)) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_an_aborted_stream_ends_in_order(served: Served) -> None:
-    served.scheduler.round_seconds = 0.02
-    try:
+    with served.scheduler.slowly():
         extra: Any = {"rid": "mine"}
         stream = served.ask("ab", max_tokens=200, n=2, stream=True, extra_body=extra)
         first = next(stream)
         assert first.id == "mine"
         assert served.post("/abort_request", rid="mine").status_code == 200
         chunks = list(stream)
-    finally:
-        served.scheduler.round_seconds = 0.001
     reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason]
     assert reasons == ["abort", "abort"]
 
 
 def test_a_client_that_leaves_is_aborted(served: Served) -> None:
     aborts = len(served.scheduler.of_type(AbortReq))
-    served.scheduler.round_seconds = 0.02
-    try:
+    with served.scheduler.slowly():
         stream = served.ask("ab", max_tokens=200, stream=True)
         next(stream)
         stream.close()
-        wait_for(served, AbortReq, aborts + 1)
-    finally:
-        served.scheduler.round_seconds = 0.001
+        served.scheduler.wait_for(AbortReq, aborts + 1, 15.0)  # the call would run for longer
 
 
 @pytest.mark.parametrize("stream", [False, True])

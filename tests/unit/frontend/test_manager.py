@@ -19,13 +19,12 @@ from ouro_sgl.frontend.manager import TokenizerManager
 from ouro_sgl.frontend.sampling import mix_seed
 from ouro_sgl.messages import AbortReq, GenerateReq, ShutdownReq, StopReq, TokenBatch
 from tests.frontend_server import VOCAB_SIZE, write_echo_checkpoint
-from tests.mock_scheduler import MockScheduler, exit_depth
+from tests.mock_scheduler import SLOW_ROUND, MockScheduler, exit_depth
 from tests.models import byte_ids
 
 Pair = tuple[TokenizerManager, MockScheduler]
 
-LONG = {"max_new_tokens": 200}  # ends by itself within a second
-ENDLESS = 0.1  # seconds of a round in which LONG does not end before a test has done what it wants
+LONG = {"max_new_tokens": 200}  # with slow rounds it runs until the test lets it end
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
 
 @pytest.fixture
 async def slow_pair(folder: Path) -> AsyncIterator[Pair]:
-    async with running(folder, round_seconds=ENDLESS) as both:
+    async with running(folder, round_seconds=SLOW_ROUND) as both:
         yield both
 
 
@@ -248,7 +247,7 @@ async def test_abort_by_the_name_of_a_group(slow_pair: Pair, fields: dict[str, A
 
 
 async def test_abort_all_and_waiting_requests(folder: Path) -> None:
-    async with running(folder, max_rows=1, round_seconds=ENDLESS) as (manager, scheduler):
+    async with running(folder, max_rows=1, round_seconds=SLOW_ROUND) as (manager, scheduler):
         calls = [
             asyncio.create_task(manager.generate(ask(rid=rid, sampling_params=LONG)))
             for rid in ("runs", "waits")
@@ -393,11 +392,11 @@ async def test_counters_add_up(pair: Pair) -> None:
     for _ in range(3):
         await manager.generate(ask("hello"))
     await manager.generate(ask(["ab", "cd"], sampling_params={"max_new_tokens": 3}))
-    scheduler.round_seconds = ENDLESS
-    call = asyncio.create_task(manager.generate(ask("xyz", rid="r", sampling_params=LONG)))
-    await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 6)
-    manager.abort("r")
-    aborted: Any = await call
+    with scheduler.slowly():
+        call = asyncio.create_task(manager.generate(ask("xyz", rid="r", sampling_params=LONG)))
+        await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 6)
+        manager.abort("r")
+        aborted: Any = await call
     with pytest.raises(RequestError):
         await manager.generate(ask(sampling_params={"top_p": 0}))
     with pytest.raises(RequestError):
