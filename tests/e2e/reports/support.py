@@ -286,16 +286,26 @@ class Client:
         """What the scheduler counts: ``running``, ``waiting``, ``free_slots``, ..."""
         return self.get("/server_info").json()["internal_states"][0]
 
+    def wait_running(self, count: int = 1) -> None:
+        """Until ``count`` requests have their rows.
+
+        Raises:
+            AssertionError: they do not get them in time.
+        """
+        assert wait_for(lambda: self.state()["running"] >= count), self.state()
+
     def pids(self) -> dict[str, int]:
         """Process ids by title (``ouro_sgl::frontend``, ...)."""
         main = self.server.process.pid
         children: set[int] = set()
         for task in Path(f"/proc/{main}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
                 children |= set(map(int, (task / "children").read_text().split()))
         found = {}
         for pid in (main, *children):
-            title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+            title = ""
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a child that has ended
+                title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
             if title.startswith("ouro_sgl::"):
                 found[title] = pid
         return found

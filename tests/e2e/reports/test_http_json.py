@@ -137,19 +137,19 @@ def test_htp_05_a_very_large_body(script: Client) -> None:
     for body in bodies[:3]:
         assert script.post_raw(NATIVE, body).status_code == 400  # what is loaded at first use, is
     before = resident_bytes(frontend)
-    stream = script.stream_text(LONG, greedy(7000)).wait_chunks()
-    try:
-        for number, body in enumerate(bodies):
-            start = time.monotonic()
-            status = script.post_raw(NATIVE, body).status_code
-            assert status in (400, 413), (number, status)
-            assert time.monotonic() - start < 5 * 10.0, number
-        assert stream.running, "the stream ended too early to show anything"
-    finally:
+    streams = []
+    for number, body in enumerate(bodies):
+        if not streams or streams[-1].chunks[-1]["meta_info"]["completion_tokens"] > 5000:  # of 7000
+            streams.append(script.stream_text(LONG, greedy(7000)).wait_chunks())
+        start = time.monotonic()
+        status = script.post_raw(NATIVE, body).status_code
+        assert status in (400, 413), (number, status)
+        assert time.monotonic() - start < 5 * 10.0, number
+    for stream in streams:
         stream.close()
-    gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
-    assert max(gaps) < HELD_UP
-    assert stream.chunks[-1]["text"] == digits(len(stream.chunks[-1]["text"]))
+        gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
+        assert max(gaps) < HELD_UP
+        assert stream.chunks[-1]["text"] == digits(len(stream.chunks[-1]["text"]))
     assert wait_for(lambda: resident_bytes(frontend) - before < 200 << 20), resident_bytes(frontend) - before
 
 
@@ -188,7 +188,7 @@ def test_htp_05_bodies_that_never_come_whole(script: Client) -> None:
 def sent_errors(client: Client, path: str, body: dict[str, Any]) -> list[str]:
     """Messages of a streaming request that is refused."""
     stream = client.stream(path, body)
-    chunks = stream.finish(HELD_UP)
+    chunks = stream.finish()
     assert stream.status in (200, 400)
     assert stream.done == (stream.status == 200)
     (chunk,) = chunks
@@ -221,11 +221,11 @@ def test_htp_06_an_error_of_a_stream(script: Client, params: dict[str, Any]) -> 
 
 
 def test_htp_06_abort_before_prefill(queue: Client) -> None:
-    running = queue.stream_text(LONG, greedy(4000)).wait_chunks()
+    running = queue.stream_text(LONG, greedy(7000)).wait_chunks()
     waiting = queue.stream_text("s", greedy(8), rid="waits")
     assert wait_for(lambda: queue.state()["waiting"] == 1)
     queue.abort(rid="waits")
-    last = waiting.finish(HELD_UP)[-1]
+    last = waiting.finish()[-1]
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
     running.close()
     assert queue.nothing_runs()

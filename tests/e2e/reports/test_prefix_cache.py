@@ -121,7 +121,7 @@ def test_pfx_05_eviction_spares_a_prefix_that_is_in_use(small: Client) -> None:
 
 
 def test_pfx_06_flush_while_busy_and_right_after(client: Client) -> None:
-    sampling = greedy(200, ignore_eos=True)
+    sampling = greedy(400, ignore_eos=True)
     body = {"input_ids": prompt(30, 7), "sampling_params": sampling}
     expected = client.solo(body["input_ids"], sampling)
     stream = client.stream(NATIVE, body).wait_chunks(2)

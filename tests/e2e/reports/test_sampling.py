@@ -122,7 +122,7 @@ def test_sam_06_seeds(script: Client) -> None:
 
     assert ask(1) == ask(1)
     assert ask(1) != ask(2)
-    assert ask(None) != ask(None)
+    assert len({tuple(ask(None)) for _ in range(5)}) > 1  # after most tokens comes one of them alone
     assert ask(-(2**63)) == ask(-(2**63))
     company = [lambda: ask(None, max_new_tokens=40) for _ in range(6)]
     for answers in (script.at_once([*company, lambda: ask(1)]), script.at_once([lambda: ask(1), *company])):
