@@ -54,7 +54,7 @@ class Frontend:
     ipc_dir: Path
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+        return httpx.Client(base_url=self.url, timeout=100, trust_env=False)
 
     def lose_child(self, how: str) -> None:
         """Play the death of a child; ``how`` tells what happened to it."""
@@ -63,7 +63,7 @@ class Frontend:
         whole.rename(self.ipc_dir / "child-died")  # nobody sees the half of it
 
     def wait_healthy(self, status: int = 200) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 100
         with self.client() as client:
             while True:
                 with contextlib.suppress(httpx.TransportError):

@@ -120,7 +120,7 @@ class MockScheduler(threading.Thread):
     def of_type(self, kind: type) -> list[Any]:
         return [message for message in self.received if isinstance(message, kind)]
 
-    def wait_for(self, kind: type, count: int, seconds: float = 30.0) -> None:
+    def wait_for(self, kind: type, count: int, seconds: float = 100.0) -> None:
         """Until ``count`` messages of this kind have come.
 
         Raises:

@@ -98,7 +98,7 @@ class Pair:
             shuffled = list(waiting)
             self.random.shuffle(shuffled)
             waiting = deque(shuffled)
-        deadline = time.monotonic() + 100.0
+        deadline = time.monotonic() + 500.0
         retract_at = self.random.randint(0, 2 * retract_every) if retract_every else 0
         while waiting or not self._quiet():
             assert time.monotonic() < deadline, f"no progress: {self.scheduler.info()}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-READY_TIMEOUT = 60.0  # seconds; a start takes a few on an idle machine
+READY_TIMEOUT = 200.0  # seconds; a start takes a few on an idle machine
 
 # A proxy in the environment must not see requests to this machine.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -63,10 +63,10 @@ class Server:
         """What the server has printed so far."""
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
-    def get(self, path: str, *, timeout: float = 60.0) -> Answer:
+    def get(self, path: str, *, timeout: float = 200.0) -> Answer:
         return self._send(urllib.request.Request(self.url + path), timeout)
 
-    def post(self, path: str, payload: Any, *, timeout: float = 60.0) -> Answer:
+    def post(self, path: str, payload: Any, *, timeout: float = 200.0) -> Answer:
         body = json.dumps(payload).encode()
         headers = {"Content-Type": "application/json"}
         return self._send(urllib.request.Request(self.url + path, body, headers), timeout)
@@ -100,7 +100,7 @@ class Server:
             assert time.monotonic() < deadline, f"not ready after {timeout} s:\n{self.log()}"
             time.sleep(0.05)
 
-    def stop(self, timeout: float = 30.0) -> int:
+    def stop(self, timeout: float = 100.0) -> int:
         """SIGTERM, then the exit code; a server that does not end is killed and fails the test."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

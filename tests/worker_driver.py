@@ -150,7 +150,7 @@ class Driver:
         self.results = [Result() for _ in requests]
         waiting = list(range(len(requests)))
         self.random.shuffle(waiting)
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 500
         while time.monotonic() < deadline:
             if not waiting and not self.rows:
                 assert self.worker.idle or self._drain(requests)

@@ -103,7 +103,7 @@ def test_shallow_and_deep_differ_for_any_number_of_loops(loops: int) -> None:
 
 def run(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ouro_sgl", *words]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=250)
 
 
 def test_the_command_reads_lines(model: Path) -> None:

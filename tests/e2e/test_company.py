@@ -86,8 +86,8 @@ def test_alone_and_in_company(server: Server, temperature: float) -> None:
         beside = [pool.submit(ask, server, mine, temperature=temperature) for _ in range(2)]
         streamed = pool.submit(ask, server, mine, temperature=temperature, stream=True)
         for call in (*beside, streamed):
-            assert bits(call.result(60)[0]) == alone
-        assert all(len(call.result(60)[0]["output_ids"]) == 40 for call in company)
+            assert bits(call.result(200)[0]) == alone
+        assert all(len(call.result(200)[0]["output_ids"]) == 40 for call in company)
 
 
 def test_samples_of_one_call(server: Server) -> None:
@@ -103,7 +103,7 @@ def test_samples_of_one_call(server: Server) -> None:
         for seed in range(12):
             pool.submit(ask, server, prompt(seed, 60), temperature=1.0, sampling_seed=seed)
         beside = pool.submit(ask, server, mine, n=3, temperature=1.0)
-        assert [bits(a) for a in beside.result(60)] == plain
+        assert [bits(a) for a in beside.result(200)] == plain
 
 
 @pytest.mark.parametrize("start", [-1, 0, 1, 2, 39, 40, 41, 68, 69, 70])

@@ -135,6 +135,7 @@ def test_min_new_tokens_hold_back_the_ends(server: Server) -> None:
 def test_the_first_of_several_samples_may_be_aborted(server: Server) -> None:
     """The others wait for its prompt to be cached, and must not wait for ever."""
     for delay in (0.0, 0.01, 0.1):
+        requests = state(server)["requests"]
         body = {
             "input_ids": prompt(200, seed=int(delay * 100)),
             "rid": "several",
@@ -142,12 +143,10 @@ def test_the_first_of_several_samples_may_be_aborted(server: Server) -> None:
         }
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(server.post, "/generate", body)
-            deadline = time.monotonic() + 10.0
-            while state(server)["requests"] == 0 and time.monotonic() < deadline:
-                time.sleep(0.001)
+            wait_for(server, "requests", requests + 4)
             time.sleep(delay)
             assert server.post("/abort_request", {"rid": "several_0"}).status == 200
-            answers = call.result(30).json()
+            answers = call.result(200).json()
         reasons = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
         assert reasons[1:] == ["length"] * 3
         assert reasons[0] in ("abort", "length")
@@ -178,7 +177,15 @@ def test_stop_strings_that_cut_rows_which_ran_on(server: Server) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         for done in [pool.submit(check, case) for case in cases]:
-            done.result(30)
+            done.result(200)
+
+
+def wait_for(server: Server, what: str, count: int) -> None:
+    """Until the scheduler counts so many."""
+    deadline = time.monotonic() + 100.0
+    while state(server)[what] < count:
+        assert time.monotonic() < deadline, state(server)
+        time.sleep(0.002)
 
 
 def test_priorities_go_first(server: Server) -> None:
@@ -191,12 +198,14 @@ def test_priorities_go_first(server: Server) -> None:
 
     with ThreadPoolExecutor(10) as pool:
         first = [pool.submit(run, 9) for _ in range(2)]  # two fill the pool
-        deadline = time.monotonic() + 10.0
-        while state(server)["running"] + state(server)["prefilling"] < 2 and time.monotonic() < deadline:
-            time.sleep(0.002)
+        wait_for(server, "running", 2)
+        # Nothing goes on until all others wait.
+        assert server.post("/pause_generation", {"mode": "in_place"}).status == 200
         calls = [pool.submit(run, priority) for priority in (-1, 0, 1, 2)]
+        wait_for(server, "waiting", 4)
+        assert server.post("/continue_generation", {}).status == 200
         for call in (*first, *calls):
-            call.result(60)
+            call.result(200)
     assert rows[:2] == [9, 9]
     assert set(rows[2:4]) == {2, 1}
     assert set(rows[4:]) == {0, -1}

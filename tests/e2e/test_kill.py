@@ -24,7 +24,7 @@ __all__ = ["temporary"]  # a fixture
 CALLS = 12
 LONG = 4000  # new tokens of a call that does not end by itself; the slots are enough for all calls
 SLOTS = str(CALLS * 4 * (LONG + 8))
-PATIENCE = 30.0  # seconds; several times what an ending may take
+PATIENCE = 100.0  # seconds; several times what an ending may take
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Calls:
-    """Calls on a server, half of them streams; all have begun when the constructor returns."""
+    """Calls on a server, half of them streams; all have begun when the constructor returns.
+
+    The streams have seen their first event, and the server has taken in all calls.
+    """
 
     def __init__(self, server: Server, pool: ThreadPoolExecutor, new_tokens: int) -> None:
         self.url = server.url
@@ -42,7 +45,9 @@ class Calls:
             pool.submit(self._call, new_tokens, bool(number % 2), started) for number in range(CALLS)
         ]
         for _ in range(CALLS // 2):
-            assert started.acquire(timeout=30)
+            assert started.acquire(timeout=100)
+        info = "/server_info"
+        assert wait_for(lambda: server.get(info).json()["internal_states"][0]["requests"] == CALLS)
 
     def _call(self, new_tokens: int, stream: bool, started: threading.Semaphore) -> tuple[int, list[Any]]:
         """Status and the events of a stream, or the answer as the only one."""
@@ -52,7 +57,7 @@ class Calls:
             "sampling_params": {"max_new_tokens": new_tokens, "ignore_eos": True},
         }
         with (
-            httpx.Client(trust_env=False, timeout=60.0) as client,
+            httpx.Client(trust_env=False, timeout=200.0) as client,
             client.stream("POST", self.url + "/generate", json=body) as response,
         ):
             if not stream:

@@ -20,7 +20,7 @@ READY_GOAL = 8.0  # seconds until a small model is served
 RSS_GOAL = 250 << 20  # bytes of frontend and scheduler together
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -119,7 +119,7 @@ def test_an_interrupt_from_the_keyboard_ends_it_too(model: Path) -> None:
     with running_server(model, "--num-slots", "512") as server:
         pids = family(server.process.pid).values()
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(30) in (0, 130)
+        assert server.process.wait(100) in (0, 130)
         assert wait_for(lambda: not any(alive(pid) for pid in pids))
         assert "Traceback" not in server.log()
 
@@ -137,7 +137,7 @@ def test_children_die_with_a_killed_frontend(model: Path, temporary: Path) -> No
 def test_a_dead_child_ends_the_server_with_a_reason(model: Path, name: str) -> None:
     with running_server(model, "--num-slots", "512") as server:
         os.kill(family(server.process.pid)[name], signal.SIGKILL)
-        assert server.process.wait(30) not in (0, None)
+        assert server.process.wait(100) not in (0, None)
         assert name.removeprefix("ouro_sgl::") in server.log()
 
 

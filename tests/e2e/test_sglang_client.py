@@ -16,8 +16,6 @@ import pytest
 
 sgl = pytest.importorskip("sglang")
 
-pytestmark = pytest.mark.timeout(60)
-
 # What every gen sends for the parameters that the program does not set.
 DEFAULTS: dict[str, Any] = {
     "skip_special_tokens": True,

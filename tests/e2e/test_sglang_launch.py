@@ -33,7 +33,7 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outcome(command: list[str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=100)
+    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=250)
 
 
 @pytest.mark.parametrize("command", [SERVE, LAUNCH_SERVER], ids=["serve", "launch_server"])

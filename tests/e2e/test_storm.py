@@ -33,7 +33,7 @@ PROMPT = 60  # tokens of most prompts, of which many share a part
 NEW_TOKENS = 12
 NUM_SLOTS = ROWS * LOOPS * (PROMPT + NEW_TOKENS) // 10
 LONGEST = NUM_SLOTS // LOOPS  # served length
-PATIENCE = 60.0  # seconds until a silent server counts as hung
+PATIENCE = 200.0  # seconds until a silent server counts as hung
 
 
 @dataclass
@@ -222,7 +222,7 @@ def state(server: Server) -> dict[str, Any]:
 
 
 def wait_idle(server: Server) -> dict[str, Any]:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         info = state(server)
         if not any(info[name] for name in ("waiting", "prefilling", "running", "draining")):
@@ -267,7 +267,6 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield running
 
 
-@pytest.mark.timeout(600)
 def test_everybody_is_answered_once_and_nothing_is_left(server: Server) -> None:
     assert state(server)["num_slots"] == NUM_SLOTS
     empty(server)

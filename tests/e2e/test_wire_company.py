@@ -67,7 +67,7 @@ def test_a_program_beside_31_free_requests(server: Server, monkeypatch: pytest.M
             beside = list(pool.map(lambda number: free(server, number), range(FREE)))
         finally:
             over.set()
-            runner.join(60)
+            runner.join(200)
     assert not runner.is_alive()
     assert beside == without
     for day, count in answers:

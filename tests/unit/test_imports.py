@@ -36,7 +36,7 @@ def loaded_after(statements: str) -> set[str]:
     """Top-level names of the modules that a fresh interpreter has loaded after these statements."""
     code = f"import sys\n{statements}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=250
     )
     return set(done.stdout.split())
 

@@ -75,7 +75,7 @@ def test_the_scripts_use_the_interpreter_that_runs_these_tests() -> None:
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == sys.prefix

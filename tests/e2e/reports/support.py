@@ -80,7 +80,7 @@ def message(text: str = "hi") -> list[dict[str, str]]:
 # --------------------------------------------------------------------------- asking
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> bool:
     """Whether ``condition`` comes true within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -127,7 +127,7 @@ class Stream:
         url, body = self._request
         try:
             with (
-                httpx.Client(timeout=60.0, trust_env=False) as client,
+                httpx.Client(timeout=200.0, trust_env=False) as client,
                 client.stream("POST", url, json=body) as response,
             ):
                 self.status = response.status_code
@@ -160,7 +160,7 @@ class Stream:
             self.chunks.append(chunk)
             self._changed.notify_all()
 
-    def wait_chunks(self, count: int = 1, timeout: float = 30.0) -> Self:
+    def wait_chunks(self, count: int = 1, timeout: float = 100.0) -> Self:
         """Wait until ``count`` events have come.
 
         Raises:
@@ -178,10 +178,10 @@ class Stream:
     def close(self) -> None:
         """Hang up, as a client that goes away; the connection closes with its next event."""
         self._closing.set()
-        self._thread.join(60)
+        self._thread.join(200)
         assert not self.running
 
-    def finish(self, timeout: float = 60.0) -> list[Any]:
+    def finish(self, timeout: float = 200.0) -> list[Any]:
         """All events, once the stream has ended as it should.
 
         Raises:
@@ -194,13 +194,13 @@ class Stream:
         assert self.done or self.status != 200, "the stream ended without [DONE]"
         return self.chunks
 
-    def text(self, timeout: float = 60.0) -> str:
+    def text(self, timeout: float = 200.0) -> str:
         """The whole text of a ``/generate`` stream with one answer; checks that it only grew."""
         texts = [chunk["text"] for chunk in self.finish(timeout)]
         assert all(after.startswith(before) for before, after in itertools.pairwise(texts)), texts
         return texts[-1]
 
-    def deltas(self, index: int = 0, timeout: float = 60.0) -> list[str]:
+    def deltas(self, index: int = 0, timeout: float = 200.0) -> list[str]:
         """The pieces of one choice of an OpenAI stream, empty ones left out."""
         choices = [c for chunk in self.finish(timeout) for c in chunk["choices"] if c["index"] == index]
         pieces = [c["text"] if "text" in c else c["delta"].get("content") for c in choices]
@@ -213,7 +213,7 @@ class Client:
     def __init__(self, server: Server) -> None:
         self.server = server
         self._http = httpx.Client(
-            base_url=server.url, timeout=60.0, trust_env=False, limits=httpx.Limits(max_connections=64)
+            base_url=server.url, timeout=200.0, trust_env=False, limits=httpx.Limits(max_connections=64)
         )
         self._solo: dict[str, Any] = {}
 
@@ -269,11 +269,11 @@ class Client:
         """Empty the radix cache; whether the server took it, which it does only when idle."""
         return self.post("/flush_cache", {}).status_code == 200
 
-    def is_idle(self, seconds: float = 30.0) -> bool:
+    def is_idle(self, seconds: float = 100.0) -> bool:
         """Whether everything ends and is given back within ``seconds``; empties the cache then."""
         return wait_for(self.flush, seconds)
 
-    def nothing_runs(self, seconds: float = 30.0) -> bool:
+    def nothing_runs(self, seconds: float = 100.0) -> bool:
         """Whether everything ends within ``seconds``; leaves the cache alone."""
 
         def quiet() -> bool:

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Error in stream_executor"),
 ]
 
-SECONDS = 20.0
+SECONDS = 100.0
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from tests.models import byte_ids, chain_of, script_checkpoint
 from tests.server import Server, held_port, start_server
 
 END_SECONDS = 5 * 10.0  # in which all processes of a server are gone, with slack for a loaded machine
-REFUSAL_SECONDS = 60.0
+REFUSAL_SECONDS = 200.0
 
 
 SIGNALS: dict[str, list[int]] = {

@@ -40,7 +40,7 @@ async def running(folder: Path, settings: dict[str, Any] | None = None, **mock: 
         manager = TokenizerManager(ServerArgs(model_path=str(folder), **(settings or {})), Path(name))
         manager.start()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(100):
                 await manager.ready.wait()
             yield manager, scheduler
         finally:
@@ -61,7 +61,7 @@ async def slow_pair(folder: Path) -> AsyncIterator[Pair]:
 
 
 async def wait_for(condition: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -335,7 +335,7 @@ async def test_nothing_is_accepted_before_the_start_and_after_the_end(folder: Pa
         with pytest.raises(RequestError, match="shutting down"):
             await manager.generate(ask())
         manager.close()
-        scheduler.join(10)
+        scheduler.join(100)
         assert scheduler.of_type(ShutdownReq)
         scheduler.stop()
 
@@ -348,7 +348,7 @@ async def test_every_call_ends_when_the_scheduler_fails(slow_pair: Pair) -> None
     scheduler.break_down("the worker is dead")
     for waiting in (call, exhaust(stream), manager.generate(ask()), manager.flush_cache()):
         with pytest.raises(RequestError, match="the worker is dead") as failure:
-            await asyncio.wait_for(waiting, 10)  # type: ignore[arg-type]
+            await asyncio.wait_for(waiting, 100)  # type: ignore[arg-type]
         assert failure.value.status == 503
 
 
@@ -437,7 +437,7 @@ async def test_a_message_that_makes_no_sense_ends_every_call(slow_pair: Pair) ->
     await anext(stream)
     scheduler.inject(TokenBatch(uids=[1, 2], counts=[1]))
     with pytest.raises(RequestError, match="internal error"):
-        await asyncio.wait_for(exhaust(stream), 10)
+        await asyncio.wait_for(exhaust(stream), 100)
 
 
 async def test_a_slow_reader_of_a_batch_sees_every_end_once(slow_pair: Pair) -> None:

@@ -96,7 +96,7 @@ def test_offline_says_so(tmp_path: Path) -> None:
         env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     assert "'someone/some-model' is not a local folder, the hub cannot be reached (offline?)" in done.stdout

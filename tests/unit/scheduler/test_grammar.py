@@ -114,7 +114,7 @@ class Engine(GrammarEngine):
         super().__init__(folder, vocab_size, self.news.set)
 
     def wait(self) -> NextTokens:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while time.monotonic() < deadline:
             self.news.wait(1.0)
             self.news.clear()

@@ -24,7 +24,7 @@ from ouro_kernels.triton_ops.attention import WorkList
 from torch import Tensor
 
 # numpy warns of infinities and NaN that a mask throws away
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.timeout(600)]
 
 CPU = torch.device("cpu")
 MARGIN = 1 << 14  # elements

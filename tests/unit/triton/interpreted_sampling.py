@@ -20,7 +20,7 @@ from ouro_sgl.worker.rows import Rows, RowState
 from ouro_sgl.worker.sampler import LogprobWish, Sampler
 
 # numpy warns of infinities and NaN that a mask throws away
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.timeout(600)]
 
 V, BLOCK, SELECT_BLOCK = 300, 64, 128
 TOTAL_LOOPS = 4
