@@ -40,6 +40,24 @@ def held_port(port: int = 0) -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # it may end while its file is read
+        return False
+
+
+def children_of(pid: int) -> set[int]:
+    """Process ids of the children; none of a process that has ended."""
+    found: set[int] = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+                found |= set(map(int, (task / "children").read_text().split()))
+    return found
+
+
 @dataclass(frozen=True)
 class Answer:
     """Status and body of one HTTP answer."""

@@ -18,6 +18,7 @@ import pytest
 from ouro_sgl import Engine
 from ouro_sgl.errors import ConfigError, EngineDeadError, RequestError
 from tests.models import byte_ids, chain_of, rand_checkpoint, script_checkpoint
+from tests.server import alive
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
 EARLY = {**GREEDY, "exit_threshold": 0.7, "ignore_eos": True}
@@ -32,13 +33,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path) -> Iterator[Engine]:
     with Engine(model, num_slots=4096) as running:
         yield running
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def idle(engine: Engine, seconds: float = 100.0) -> bool:
@@ -89,12 +83,13 @@ def test_progress_changes_nothing_but_the_terminal(
 
 
 def test_a_stream_grows_to_the_answer(engine: Engine) -> None:
-    chunks = list(engine.generate("hello", EARLY, stream=True))
+    long = {**EARLY, "max_new_tokens": 100}
+    chunks = list(engine.generate("hello", long, stream=True))
     lengths = [len(chunk["output_ids"]) for chunk in chunks]
     assert lengths == sorted(lengths)
     assert len(chunks) > 1
     assert all(chunk["meta_info"]["finish_reason"] is None for chunk in chunks[:-1])
-    assert essence(chunks[-1]) == essence(engine.generate("hello", EARLY))
+    assert essence(chunks[-1]) == essence(engine.generate("hello", long))
 
 
 def test_leaving_a_stream_aborts_it(engine: Engine) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.test_processes import alive, family, temporary, wait_for
+from tests.e2e.test_processes import family, temporary, wait_for
 from tests.models import rand_checkpoint
-from tests.server import Server, running_server
+from tests.server import Server, alive, running_server
 
 __all__ = ["temporary"]  # a fixture
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import tempfile
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import rand_checkpoint
-from tests.server import READY_TIMEOUT, Server, running_server, start_server
+from tests.server import READY_TIMEOUT, Server, alive, children_of, running_server, start_server
 
 TITLES = {"ouro_sgl::frontend", "ouro_sgl::scheduler", "ouro_sgl::worker"}
 READY_GOAL = 8.0  # seconds until a small model is served
@@ -33,13 +32,6 @@ def title(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def loads_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
@@ -53,14 +45,6 @@ def family(pid: int) -> dict[str, int]:
     """Process ids of a server by title."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return {title(member): member for member in (pid, *map(int, children))}
-
-
-def children_of(pid: int) -> set[int]:
-    found = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found |= set(map(int, (task / "children").read_text().split()))
-    return found
 
 
 @pytest.fixture(scope="module")

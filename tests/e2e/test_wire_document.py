@@ -100,7 +100,7 @@ def assert_described(value: dict[str, Any], model: Any) -> None:
 def test_answers_have_the_documented_fields(client: httpx.Client) -> None:
     body = {
         "text": "hello",
-        "sampling_params": {"max_new_tokens": 4, "n": 2},
+        "sampling_params": {"max_new_tokens": 100, "n": 2},
         "return_logprob": True,
         "logprob_start_len": 0,
         "top_logprobs_num": 2,

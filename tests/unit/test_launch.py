@@ -23,6 +23,7 @@ import pytest
 from ouro_sgl import launch, launch_server
 from ouro_sgl.config import ServerArgs
 from ouro_sgl.errors import ConfigError
+from tests.server import alive
 
 CONFIG = {
     "model_type": "ouro",
@@ -51,14 +52,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> bool:
             return True
         time.sleep(0.01)
     return False
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture

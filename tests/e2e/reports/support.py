@@ -22,7 +22,7 @@ from typing import Any, Self
 import httpx
 
 from tests.models import byte_ids, byte_tokenizer, chain_of
-from tests.server import Server
+from tests.server import Server, children_of
 
 NATIVE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 END, TURN_START, TURN_END = 0, 1, 2  # special tokens; 0 and 2 end an answer
@@ -297,12 +297,8 @@ class Client:
     def pids(self) -> dict[str, int]:
         """Process ids by title (``ouro_sgl::frontend``, ...)."""
         main = self.server.process.pid
-        children: set[int] = set()
-        for task in Path(f"/proc/{main}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
-                children |= set(map(int, (task / "children").read_text().split()))
         found = {}
-        for pid in (main, *children):
+        for pid in (main, *children_of(main)):
             title = ""
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a child that has ended
                 title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()

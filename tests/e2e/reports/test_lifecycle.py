@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.reports.support import LONG, NATIVE, Client, digits, greedy, wait_for
 from tests.models import byte_ids, chain_of, script_checkpoint
-from tests.server import Server, held_port, start_server
+from tests.server import Server, alive, children_of, held_port, start_server
 
 END_SECONDS = 5 * 10.0  # in which all processes of a server are gone, with slack for a loaded machine
 REFUSAL_SECONDS = 200.0
@@ -41,22 +41,6 @@ SIGNALS: dict[str, list[int]] = {
 DEATHS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV}
 
 Launch = Callable[[str], Server]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def children_of(pid: int) -> set[int]:
-    found: set[int] = set()
-    with contextlib.suppress(FileNotFoundError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                found |= set(map(int, (task / "children").read_text().split()))
-    return found
 
 
 def is_refused(url: str) -> bool:
