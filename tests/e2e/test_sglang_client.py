@@ -148,16 +148,22 @@ def test_gen_with_a_type_sends_a_regex(
 
 
 def test_streaming_reads_cumulative_text(recorder: Recorder, backend: Any) -> None:
+    reading = threading.Event()
+
     @sgl.function
     def program(s: Any) -> None:
         s += "x" + sgl.gen("v", max_tokens=3)
+        reading.wait(60)  # of a program that has ended the client shows no variable any more
 
     recorder.answer = lambda path, body: [
         {"text": text, "meta_info": {"completion_tokens": count}}
         for count, text in enumerate(["", "a", "ab", "ab\U0001f600"])
     ]
     state = program.run(backend=backend, stream=True)
-    assert "".join(state.text_iter(var_name="v")) == "ab\U0001f600"
+    pieces = state.text_iter(var_name="v")
+    first = next(pieces)
+    reading.set()
+    assert first + "".join(pieces) == "ab\U0001f600"
     assert state.get_meta_info("v") == {"completion_tokens": 3}
     assert recorder.generated() == [
         {"text": "x", "sampling_params": {**DEFAULTS, "max_new_tokens": 3}, "stream": True}

@@ -55,6 +55,15 @@ def continued(s: Any, text: str, **sampling: Any) -> None:
     s += sgl.gen("v", temperature=0, max_tokens=12, **sampling)
 
 
+@sgl.function
+def watched(s: Any, text: str, reading: threading.Event) -> None:
+    """As :func:`continued`, but ends after ``reading`` is set: of a program that has ended the client
+    shows no variable any more."""
+    s += text
+    s += sgl.gen("v", temperature=0, max_tokens=12)
+    reading.wait(60)
+
+
 def assert_alive(backend: Any) -> None:
     state = continued.run("x", backend=backend)
     assert state["v"] == "abcdef"
@@ -75,16 +84,24 @@ def test_gen_with_stop(backend: Any) -> None:
 
 @pytest.mark.parametrize(("prompt", "answer"), [("x", "abcdef"), ("z", EMOJI)])
 def test_streaming(backend: Any, prompt: str, answer: str) -> None:
-    state = continued.run(prompt, backend=backend, stream=True)
-    assert "".join(state.text_iter(var_name="v")) == answer
+    reading = threading.Event()
+    state = watched.run(prompt, reading, backend=backend, stream=True)
+    pieces = state.text_iter(var_name="v")
+    first = next(pieces)
+    reading.set()
+    assert first + "".join(pieces) == answer
     assert state["v"] == answer
     state = continued.run(prompt, backend=backend, stream=True)
     assert "".join(state.text_iter()) == state.text() == prompt + answer
 
 
 async def test_streaming_in_asyncio(backend: Any) -> None:
-    state = continued.run("z", backend=backend, stream=True)
-    pieces = [piece async for piece in state.text_async_iter(var_name="v")]
+    reading = threading.Event()
+    state = watched.run("z", reading, backend=backend, stream=True)
+    pieces = []
+    async for piece in state.text_async_iter(var_name="v"):
+        pieces.append(piece)
+        reading.set()
     assert "".join(pieces) == EMOJI
     await asyncio.to_thread(state.sync)
 

@@ -145,14 +145,16 @@ def test_dsl_05_several_samples(backend: Any, stream: bool, role: bool) -> None:
 
 
 @sgl.function
-def mixed(s: Any) -> None:
-    s += "1. " + LONG + sgl.gen("v", temperature=0, max_tokens=5)
+def mixed(s: Any, reading: threading.Event | None = None) -> None:
+    s += "1. " + LONG + sgl.gen("v", temperature=0, max_tokens=50)
     s += " 2. x" + sgl.gen("w", temperature=0, max_tokens=8)
     s += " 3. " + LONG + sgl.select("u", choices=["7", "6"])
     s += "."
+    if reading is not None:
+        reading.wait(SECONDS)
 
 
-MIXED = f"1. {LONG}{digits(5)} 2. x😀k 3. {LONG}6."
+MIXED = f"1. {LONG}{digits(50)} 2. x😀k 3. {LONG}6."
 
 
 def test_dsl_07_streaming_a_program(backend: Any) -> None:
@@ -160,11 +162,13 @@ def test_dsl_07_streaming_a_program(backend: Any) -> None:
     pieces = in_time(lambda: list(state.text_iter()))
     assert "".join(pieces) == MIXED == state.text()
     assert len(pieces) > 4
-    state = mixed.run(backend=backend, stream=True)
-    for name, value in (("v", digits(5)), ("w", "😀k")):
+    reading = threading.Event()  # of a program that has ended the client shows no variable any more
+    state = mixed.run(reading=reading, backend=backend, stream=True)
+    for name, value in (("v", digits(50)), ("w", "😀k")):
         pieces = in_time(lambda name=name: list(state.text_iter(var_name=name)))
         assert "".join(pieces) == value == state[name]
         assert not any("\ufffd" in piece for piece in pieces)
+    reading.set()
 
 
 def test_dsl_07_two_iterators_on_one_state(backend: Any) -> None:
