@@ -335,6 +335,8 @@ def parse_sampling_params(raw: dict[str, Any], limits: Limits) -> SamplingParams
     stop_ids = check_ids("stop_token_ids", stop_ids, vocab_size)
     if not given.get("ignore_eos", False):
         end_ids.update(limits.end_ids, stop_ids)
+    if min_new_tokens and len(end_ids) == vocab_size:
+        raise RequestError("min_new_tokens leaves no token: every id of the vocabulary is an end id")
     bias = _logit_bias(given.get("logit_bias", {}), vocab_size)
     temperature = given.get("temperature", 1.0)
     top_k = given.get("top_k", -1)

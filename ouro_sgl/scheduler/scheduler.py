@@ -580,8 +580,12 @@ class Scheduler:
         if found is None or found.index < len(request.output_ids):
             return
         params = request.params
-        if found.complete and (not params.end_ids or found.index < params.min_new_tokens):
+        held = found.index < params.min_new_tokens  # no end id may come yet
+        if found.complete and (held or not params.end_ids):
             self._end(request, FinishReason.STOP_GRAMMAR)
+        elif held and not found.allows_beside(params.end_ids):
+            message = "the grammar failed: it asks for an end id that min_new_tokens does not allow yet"
+            self._end(request, FinishReason.ERROR, message)
         else:
             self._masked[request.uid] = request
 
