@@ -7,6 +7,7 @@ before anything looks at it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -29,6 +30,7 @@ Send = Callable[[Message], Awaitable[None]]
 # Seconds until somebody listens for the client's disconnect: most answers are out before, and a task
 # for each of them would be wasted.
 WATCH_AFTER = 0.25
+LINGER_SECONDS = 2.0  # that a client may go on sending a body which is refused already
 MAX_SEQUENCES = 4096  # prompts times samples of one call
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -89,7 +91,7 @@ class Application:
         except ClientGone:
             return
         except RequestError as error:
-            await _send_json(send, error.status, error_body(error.message))
+            await _refuse_body(receive, send, error)
             return
         if path == "/generate":
             await self._generate(scope, body, receive, send)
@@ -301,6 +303,27 @@ async def _send_json(
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _refuse_body(receive: Receive, send: Send, error: RequestError) -> None:
+    """Answer while the body is still on its way, and read on.
+
+    Most clients read nothing before they have sent all. A connection that is closed on them breaks, and
+    with it they lose the answer.
+    """
+    body = orjson.dumps(error_body(error.message))
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _event(payload: dict[str, Any]) -> bytes:
