@@ -640,10 +640,14 @@ class TokenizerManager:
                 if batch.logprobs:
                     logprobs = batch.logprobs.get(uid)
                 ids, depths = batch.token_ids[position:end], batch.exit_depths[position:end]
-                stopped = sequence.add(ids, depths, logprobs, batch.exit_lambdas.get(uid))
-                if stopped is not None:
-                    self._send(StopReq(uid, stopped))
-                call.update(sequence)
+                try:
+                    stopped = sequence.add(ids, depths, logprobs, batch.exit_lambdas.get(uid))
+                except RequestError as error:
+                    call.fail(error)  # whoever waits for it releases it, which aborts what still runs
+                else:
+                    if stopped is not None:
+                        self._send(StopReq(uid, stopped))
+                    call.update(sequence)
             position = end
         for finished in batch.finished:
             entry = running.pop(finished.uid, None)

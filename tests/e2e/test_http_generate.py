@@ -302,7 +302,7 @@ def test_a_client_that_sends_all_before_it_reads_learns_that_it_was_too_much(
         while part := raw.recv(1 << 16):
             answer += part
     assert answer.startswith(b"HTTP/1.1 413 ")
-    assert answer.endswith(b"%d bytes\"}}" % MAX_BODY)
+    assert answer.endswith(b'%d bytes"}}' % MAX_BODY)
 
 
 def test_a_body_that_is_announced_too_long_is_refused_before_it_comes(served: Served) -> None:

@@ -182,6 +182,25 @@ async def test_a_stop_string_is_reported_to_the_scheduler(pair: Pair) -> None:
     assert answer["meta_info"]["completion_tokens"] == 6
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stops_that_take_too_long_end_their_call_alone(
+    pair: Pair, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ouro_sgl.frontend.stops.MAX_DEBT", 0.0)
+    monkeypatch.setattr("ouro_sgl.frontend.stops.SECONDS_PER_LOOK", 0.0)
+    manager, scheduler = pair
+    hard = ask("hard", sampling_params={"max_new_tokens": 200, "stop_regex": "[0-9]", "n": 2})
+    other = asyncio.create_task(manager.generate(ask("hello")))
+    with pytest.raises(RequestError, match="takes too long") as caught:
+        await (exhaust(manager.stream(hard)) if stream else manager.generate(hard))
+    assert caught.value.status == 400
+    answer: Any = await other
+    assert answer["text"] == "hellohel"
+    await wait_for(lambda: scheduler.of_type(AbortReq))
+    ended = [r.uid for r in scheduler.of_type(GenerateReq) if r.input_ids == byte_ids("hard")]
+    assert sorted(scheduler.of_type(AbortReq)[0].uids) == sorted(ended)
+
+
 async def test_logprobs(pair: Pair) -> None:
     answer: Any = await pair[0].generate(
         ask(return_logprob=True, logprob_start_len=1, top_logprobs_num=2, token_ids_logprob=[7])
