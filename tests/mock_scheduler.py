@@ -26,6 +26,7 @@ from ouro_sgl.messages import (
     GenerateReq,
     OutputLogprobs,
     PromptLogprobs,
+    SampleReq,
     SchedulerFailed,
     SchedulerReady,
     ShutdownReq,
@@ -74,7 +75,9 @@ class MockScheduler(threading.Thread):
         self.round_seconds = round_seconds
         self.tokens_per_round = tokens_per_round
         self.max_rows = max_rows
-        self.received: list[Any] = []
+        self.received: list[Any] = []  # samples as the requests that they stand for
+        self.samples = 0  # messages that were nothing but a sample
+        self._first: GenerateReq | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         self._receiver: Receiver[Any] = Receiver(
             self._context, Edge.FRONTEND_TO_SCHEDULER, ipc_dir, bind=True
@@ -145,6 +148,12 @@ class MockScheduler(threading.Thread):
 
     def _take_messages(self) -> bool:
         for message in self._receiver.drain():
+            if isinstance(message, SampleReq):
+                assert self._first is not None
+                self.samples += 1
+                message = message.of(self._first)
+            elif isinstance(message, GenerateReq):
+                self._first = message
             self.received.append(message)
             if isinstance(message, GenerateReq):
                 self._waiting.append(_Row(message))

@@ -41,6 +41,7 @@ from ouro_sgl.messages import (
     FinishReason,
     GenerateReq,
     OutputLogprobs,
+    SampleReq,
     SchedulerMessage,
     SchedulerReady,
     ShutdownReq,
@@ -53,6 +54,9 @@ log = logging.getLogger(__name__)
 
 # Characters in a call that are tokenized beside the event loop, so that other streams go on.
 LONG_TEXT = 16384
+
+# Log-probabilities of a call beside those of its tokens. The processes hold some 200 bytes for each.
+MAX_LOGPROBS = 1 << 24
 
 
 class Call:
@@ -419,7 +423,7 @@ class TokenizerManager:
 
     def _make_call(
         self, body: GenerateBody, expanded: Expanded, grammars: dict[Grammar, str], keep_markers: bool
-    ) -> tuple[Call, list[GenerateReq]]:
+    ) -> tuple[Call, list[GenerateReq | SampleReq]]:
         samples = expanded.samples
         rids = expanded.rids
         if rids is None:
@@ -431,8 +435,9 @@ class TokenizerManager:
         if len(set(names)) != len(names):
             raise RequestError("the request ids of this call are not unique")
         sequences: list[Sequence] = []
-        requests: list[GenerateReq] = []
+        requests: list[GenerateReq | SampleReq] = []
         texts = self.tokenizer if body.return_text_in_logprobs else None
+        values = 0  # log-probabilities beside the tokens' own
         for prompt in expanded.prompts:
             if not prompt.ids:
                 raise RequestError("the prompt is empty")
@@ -444,7 +449,6 @@ class TokenizerManager:
             seed = prompt.sampling.new_seed(self._seeds)
             written = prompt.sampling.grammar
             grammar = None if written is None else grammars[written]
-            leader: int | None = None
             for sample in range(samples):
                 params = prompt.sampling.row_params(
                     len(prompt.ids),
@@ -454,6 +458,15 @@ class TokenizerManager:
                     token_ids_logprob=prompt.token_ids_logprob,
                     exit_lambdas=bool(body.return_exit_logprobs),
                 )
+                scored = 0 if prompt.logprob_start is None else len(prompt.ids) - prompt.logprob_start
+                values += (scored + params.max_new_tokens) * (
+                    params.top_logprobs_num + len(params.token_ids_logprob)
+                )
+                if values > MAX_LOGPROBS:
+                    raise RequestError(
+                        f"top_logprobs_num and token_ids_logprob ask for more than {MAX_LOGPROBS} values in "
+                        "all: ask for fewer of them, of tokens or of samples"
+                    )
                 index = len(sequences)
                 uid = next(self._uids)
                 sequences.append(
@@ -471,6 +484,9 @@ class TokenizerManager:
                         self.weight_version,
                     )
                 )
+                if sample:
+                    requests.append(SampleReq(uid, params.seed))
+                    continue
                 requests.append(
                     GenerateReq(
                         uid=uid,
@@ -479,11 +495,9 @@ class TokenizerManager:
                         prompt_logprob_start=prompt.logprob_start,
                         extra_key=prompt.extra_key,
                         priority=body.priority or 0,
-                        leader=leader,
                         grammar=grammar if params.max_new_tokens else None,
                     )
                 )
-                leader = leader or uid
         return Call(sequences, bool(body.stream), expanded.many, names), requests
 
     # ------------------------------------------------------------------ questions to the scheduler

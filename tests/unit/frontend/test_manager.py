@@ -15,7 +15,7 @@ import pytest
 
 from ouro_sgl.config import ServerArgs
 from ouro_sgl.errors import RequestError
-from ouro_sgl.frontend.manager import TokenizerManager
+from ouro_sgl.frontend.manager import MAX_LOGPROBS, TokenizerManager
 from ouro_sgl.frontend.sampling import mix_seed
 from ouro_sgl.messages import AbortReq, GenerateReq, ShutdownReq, StopReq, TokenBatch
 from tests.frontend_server import VOCAB_SIZE, write_echo_checkpoint
@@ -147,6 +147,7 @@ async def test_batches_are_grouped_by_prompt(pair: Pair) -> None:
     assert [request.params.seed for request in requests] == [9, mix_seed(9, 1)] * 2
     assert len({request.uid for request in requests}) == 4
     assert (second.input_ids, fourth.input_ids) == (byte_ids("ab"), byte_ids("cd"))
+    assert scheduler.samples == 2  # a prompt is sent once
 
 
 async def test_prompts_without_a_seed_get_their_own(pair: Pair) -> None:
@@ -305,6 +306,22 @@ async def test_one_bad_prompt_fails_the_batch_before_anything_runs(pair: Pair) -
             await manager.generate(ask(texts, rid="bad"))
     assert not scheduler.of_type(GenerateReq)
     assert not manager._names
+
+
+async def test_log_probabilities_are_limited_over_the_whole_call(pair: Pair) -> None:
+    manager, scheduler = pair
+    tops = {"return_logprob": True, "top_logprobs_num": VOCAB_SIZE, "token_ids_logprob": [1] * VOCAB_SIZE}
+    tokens = MAX_LOGPROBS // (2 * VOCAB_SIZE)  # that they may be asked for
+    fits = tokens // 100
+    few: Any = await manager.generate(ask(sampling_params={"max_new_tokens": 100, "n": 2}, **tops))
+    assert len(few[1]["meta_info"]["output_top_logprobs"][99]) == VOCAB_SIZE
+    before = len(scheduler.of_type(GenerateReq))
+    with pytest.raises(RequestError, match=f"more than {MAX_LOGPROBS}"):
+        await manager.generate(ask(sampling_params={"max_new_tokens": 100, "n": fits + 1}, **tops))
+    scored = ask(["a" * 200] * (tokens // 200 + 1), sampling_params={"max_new_tokens": 0}, **tops)
+    with pytest.raises(RequestError, match=f"more than {MAX_LOGPROBS}"):
+        await manager.generate({**scored, "logprob_start_len": 0})
+    assert len(scheduler.of_type(GenerateReq)) == before
 
 
 async def test_prompt_limits(pair: Pair) -> None:
