@@ -31,6 +31,7 @@ Send = Callable[[Message], Awaitable[None]]
 # for each of them would be wasted.
 WATCH_AFTER = 0.25
 LINGER_SECONDS = 2.0  # that a client may go on sending a body which is refused already
+LARGE_BODY = 1 << 18  # bytes; a conversation of that size is read beside the event loop
 MAX_SEQUENCES = 4096  # prompts times samples of one call
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -162,7 +163,11 @@ class Application:
         """An OpenAI route."""
         try:
             _check_content_type(scope)
-            job = self._openai.job(path, body, int(time.time()))
+            now = int(time.time())
+            if len(body) <= LARGE_BODY:
+                job = self._openai.job(path, body, now)
+            else:
+                job = await asyncio.to_thread(self._openai.job, path, body, now)
             call = await self._manager.submit(
                 job.body, max_sequences=MAX_SEQUENCES, keep_markers=job.keep_markers
             )

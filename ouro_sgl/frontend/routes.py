@@ -343,10 +343,14 @@ def _add_actions(app: FastAPI, manager: TokenizerManager) -> None:
         vocab_size = manager.limits().vocab_size
         batch = bool(body.tokens) and isinstance(body.tokens[0], list)
         lists = body.tokens if batch else [body.tokens]
-        texts = [
-            manager.tokenizer.decode(check_ids("tokens", ids, vocab_size), body.skip_special_tokens)
-            for ids in lists
-        ]
+
+        def decode() -> list[str]:
+            return [
+                manager.tokenizer.decode(check_ids("tokens", ids, vocab_size), body.skip_special_tokens)
+                for ids in lists
+            ]
+
+        texts = await asyncio.to_thread(decode)
         return {"text": texts if batch else texts[0]}
 
 
