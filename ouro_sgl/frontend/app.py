@@ -163,14 +163,11 @@ class Application:
         """An OpenAI route."""
         try:
             _check_content_type(scope)
-            now = int(time.time())
-            if len(body) <= LARGE_BODY:
-                job = self._openai.job(path, body, now)
-            else:
-                job = await asyncio.to_thread(self._openai.job, path, body, now)
-            call = await self._manager.submit(
-                job.body, max_sequences=MAX_SEQUENCES, keep_markers=job.keep_markers
-            )
+            with self._manager.preparing() as since:
+                job = await self._read_job(path, body)
+                call = await self._manager.submit(
+                    job.body, max_sequences=MAX_SEQUENCES, keep_markers=job.keep_markers, since=since
+                )
         except RequestError as error:
             await _send_json(send, error.status, openai_error(error))
             return
@@ -180,6 +177,12 @@ class Application:
         finally:
             watch.close()
             self._manager.release(call)
+
+    async def _read_job(self, path: str, body: bytes) -> Job:
+        now = int(time.time())
+        if len(body) <= LARGE_BODY:
+            return self._openai.job(path, body, now)
+        return await asyncio.to_thread(self._openai.job, path, body, now)
 
     async def _answer_job(self, job: Job, call: Call, send: Send) -> None:
         try:

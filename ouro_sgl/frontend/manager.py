@@ -9,12 +9,13 @@ when the scheduler is gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -311,6 +312,7 @@ class TokenizerManager:
         max_sequences: int | None = None,
         keep_markers: bool = False,
         probe: bool = False,
+        since: int | None = None,
     ) -> Call:
         """Check a request and send it to the scheduler. The caller must :meth:`release` the call.
 
@@ -318,27 +320,24 @@ class TokenizerManager:
             max_sequences: prompts times samples; None: any number.
             keep_markers: texts show the markers of a chat answer, see :meth:`Tokenizer.detokenizer`.
             probe: a health check, which no counter shows.
+            since: what :meth:`preparing` gave, if the call came before it is submitted.
 
         Raises:
             RequestError: the request is refused; nothing was sent.
         """
-        self._preparing += 1
-        started = self._abort_clock
-        try:
-            limits = self.limits()
-            expanded = expand(body, limits, max_sequences)
-            grammars = await self._translate_grammars(expanded.prompts)
-            await self._tokenize(expanded.prompts, limits)
-            # From here on nothing awaits: ids are checked and taken, and all is sent, at once.
-            call, requests = self._make_call(body, expanded, grammars, keep_markers)
-        except RequestError:
-            self.metrics.refused.inc()
-            raise
-        finally:
-            self._preparing -= 1
+        with self.preparing() as now:
+            try:
+                limits = self.limits()
+                expanded = expand(body, limits, max_sequences)
+                grammars = await self._translate_grammars(expanded.prompts)
+                await self._tokenize(expanded.prompts, limits)
+                # From here on nothing awaits: ids are checked and taken, and all is sent, at once.
+                call, requests = self._make_call(body, expanded, grammars, keep_markers)
+            except RequestError:
+                self.metrics.refused.inc()
+                raise
+            started = now if since is None else since
             early = {name for name, clock in self._early_aborts.items() if clock > started}
-            if not self._preparing:
-                self._early_aborts.clear()
         self._calls.add(call)
         for name in call.names:
             self._names[name] = []
@@ -357,6 +356,17 @@ class TokenizerManager:
         for aborted in set(call.names) & early:
             self._abort(self._names[aborted])
         return call
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[int]:
+        """A call has come and is not sent yet. An abort from now on reaches it, see :meth:`submit`."""
+        self._preparing += 1
+        try:
+            yield self._abort_clock
+        finally:
+            self._preparing -= 1
+            if not self._preparing:
+                self._early_aborts.clear()
 
     def release(self, call: Call) -> None:
         """Nobody waits for ``call`` any more: free its request ids, abort what still runs."""

@@ -17,6 +17,7 @@ from ouro_sgl.config import ServerArgs
 from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.manager import MAX_LOGPROBS, TokenizerManager
 from ouro_sgl.frontend.sampling import mix_seed
+from ouro_sgl.frontend.schema import GenerateBody
 from ouro_sgl.messages import AbortReq, GenerateReq, ShutdownReq, StopReq, TokenBatch
 from tests.frontend_server import VOCAB_SIZE, write_echo_checkpoint
 from tests.mock_scheduler import MockScheduler, exit_depth
@@ -509,3 +510,18 @@ async def test_an_abort_reaches_a_call_that_is_still_tokenized(pair: Pair, by_na
     # nothing is remembered: an old abort does not hit a later call of the same name
     later: Any = await manager.generate(ask(rid="a", sampling_params={"max_new_tokens": 2}))
     assert later["meta_info"]["finish_reason"]["type"] == "length"
+
+
+async def test_an_abort_reaches_a_call_that_is_still_read(pair: Pair) -> None:
+    manager, _ = pair
+    body = GenerateBody(text="x", rid="r", sampling_params={"max_new_tokens": 200})
+    with manager.preparing() as since:
+        manager.abort("r")
+        call = await manager.submit(body, since=since)
+    answer: Any = await call.answer()
+    manager.release(call)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    later = await manager.submit(body)
+    answer = await later.answer()
+    manager.release(later)
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
