@@ -20,6 +20,7 @@ SLOTS_PER_BLOCK = 16
 # Flags with one legal value each: (names, value, why no other).
 FIXED: tuple[tuple[tuple[str, ...], int, str], ...] = (
     (("--tp-size", "--tensor-parallel-size", "--tp"), 1, "one worker process serves the model"),
+    (("--dp-size", "--data-parallel-size", "--dp"), 1, "start one server per GPU"),
     (("--page-size",), 1, "attention reads single slots"),
     (("--block-size",), SLOTS_PER_BLOCK, "--num-blocks counts 16 slots each"),
 )
@@ -34,7 +35,6 @@ REFUSED: dict[str, str] = {
     "--grammar-backend": "llguidance is the only one",
     "--quantization": "weights are float32 or bfloat16, see --dtype",
     "--kv-cache-dtype": "K/V has the number format of --dtype",
-    "--dp-size": "one worker process serves the model; start one server per GPU",
 }
 
 

@@ -119,7 +119,7 @@ def test_aliases_and_derived_flags(line: str, field: str, value: object) -> None
         ("--trust-remote-code", ["never run"]),
         ("--enable-metrics", ["--enable-metrics is refused", "/metrics"]),
         ("--tool-call-parser qwen", ["--tool-call-parser is refused"]),
-        ("--dp-size=2", ["--dp-size is refused", "one server per GPU"]),
+        ("--dp-size=2", ["--dp-size 2 is not served", "one server per GPU"]),
         ("--prot 5", ["unknown flag --prot; the nearest is --port"]),
         ("--device cpu --mem-fraction-static 0.5", ["--kv-cache-memory-bytes", "--num-slots"]),
         ("--device cpu --memory-reserve-bytes 5", ["--kv-cache-memory-bytes"]),
