@@ -149,11 +149,13 @@ async def closed_loop(ask: Ask, requests: list[dict[str, Any]], concurrency: int
     return answers
 
 
-def latencies(answers: list[Answered], context: int, outputs: int, stream: str) -> Iterator[str]:
-    """Medians over requests, in words."""
+def latencies(answers: list[Answered], cell: str, outputs: int, stream: str) -> Iterator[str]:
+    """Medians over requests, in words. One request at a time: its first token is its prefill."""
     if stream != "off":
+        context, concurrency = map(int, cell.split("x"))
         first = statistics.median(one.first for one in answers)
-        yield f"first token {first * 1e3:.0f} ms ({context / first:.0f} prompt tok/s)"
+        rate = f" ({context / first:.0f} prompt tok/s)" if concurrency == 1 else ""
+        yield f"first token {first * 1e3:.0f} ms{rate}"
         if outputs > 1:
             gaps = [(one.last - one.first) / (outputs - 1) for one in answers]
             yield f"then {statistics.median(gaps) * 1e3:.2f} ms per token"
@@ -179,7 +181,7 @@ async def measure(ask: Ask, cell: str, depths: str, stream: str, options: argpar
         spent += seconds
         rates.append(len(requests) * outputs / seconds)
         parts = [f"{name}: {rates[-1]:.1f} output tok/s in {seconds:.1f} s"]
-        parts += latencies(answers, context, outputs, stream)
+        parts += latencies(answers, cell, outputs, stream)
         print(", ".join(parts), flush=True)
     rate = statistics.median(rates)
     parts = [f"    median of {len(rates)}: {rate:.1f} output tok/s"]
