@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--http", action="store_true", help="start the server and be its clients")
     parser.add_argument("--stream", type=several("ends", "on", "off"), default=["ends"])
     parser.add_argument("--trials", type=int, default=3, help="at most")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of a cell's trials at one depth")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a cell's trials at one depth")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds of one trial")
     parser.add_argument("--warmup-outputs", type=int, default=8, help="tokens of a warm-up request")
     parser.add_argument("--no-warmup", dest="warmup_outputs", action="store_const", const=0)
