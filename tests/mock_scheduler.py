@@ -173,7 +173,18 @@ class MockScheduler(threading.Thread):
         if message.op == ControlOp.FLUSH_CACHE:
             reply = ControlReply(message.control_id, not rows, f"{rows} requests run" if rows else "")
         else:
-            reply = ControlReply(message.control_id, True, info={"running": rows})
+            reply = ControlReply(
+                message.control_id,
+                True,
+                info={
+                    "waiting": len(self._waiting),
+                    "prefilling": 0,
+                    "running": len(self._running),
+                    "num_slots": self._facts.num_slots,
+                    "free_slots": self._facts.num_slots - 8 * rows,
+                    "evictable_slots": 4 * rows,
+                },
+            )
         self._sender.send(reply)
 
     def _abort(self, uids: list[int]) -> None:
