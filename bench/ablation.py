@@ -17,17 +17,17 @@ trace, as random weights have no gate worth the name). ``trace`` is depths 2, 3,
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from bench.gpu import Bench, config_1_4b, make_model
+from bench.cells import run_all
+from bench.gpu import Bench, config_1_4b, filled_pool, make_model
 from ouro_sgl.models.ouro import OuroModel
-from ouro_sgl.worker.kv_pool import KVPool
 
 CELLS = "1024x1,1024x32,1024x128,4096x16,16384x4"
 CLOSED_LOOP_OUTPUTS = 128
@@ -70,9 +70,7 @@ def run_cell(model: OuroModel, cell: str, depths: str, switches: list[str], seco
     outputs = max(16, min(32, CLOSED_LOOP_OUTPUTS // rows))
     spare = rows * outputs // CLOSED_LOOP_OUTPUTS
     slots = (rows + spare) * (context + outputs) * model.config.total_loops
-    pool = KVPool(model.config, slots, model.dtype, model.device)
-    for tensor in (*pool.keys, *pool.values):
-        tensor.normal_()
+    pool = filled_pool(model, slots)
 
     def arm(off: str | None) -> Arm:
         bench = Bench(model, rows, context, outputs, spare=spare, pool=pool, **WITHOUT.get(off, {}))
@@ -125,10 +123,10 @@ def main() -> None:
         parser.error("static is compared with the stack without graphs: give both")
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}", flush=True)
     model = make_model(config_1_4b(options.layers))
-    for cell in options.cells.split(","):
-        run_cell(model, cell, options.depths, switches, options.seconds)
-        gc.collect()
-        torch.cuda.empty_cache()
+    run_all(
+        (cell, partial(run_cell, model, cell, options.depths, switches, options.seconds))
+        for cell in options.cells.split(",")
+    )
 
 
 if __name__ == "__main__":

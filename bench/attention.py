@@ -1,6 +1,6 @@
 """Decode attention alone: bytes per second of K and V read, per cell and launch shape.
 
-    python bench/attention.py [--sweep]
+    python -m bench.attention [--sweep]
 
 Needs a CUDA device. Each timing replays a CUDA graph over several layers' pools, so that no cache
 holds them. The floor is a device-to-device copy measured in the same run.
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from functools import partial
 
 import torch
 import triton
 from ouro_kernels.triton_ops import attention
+
+from bench.cells import run_all
 
 HEADS, HEAD_DIM = 16, 128
 CELLS = [
@@ -67,6 +70,43 @@ def time_layers(
     return graph_time(launch) / len(pools)
 
 
+def run_cell(
+    length: int,
+    lanes: int,
+    units: int,
+    shapes: list[tuple[int, int, int]],
+    angles: tuple[torch.Tensor, torch.Tensor],
+    copy: float,
+) -> None:
+    """Print the best of ``shapes`` (warps, stages, programs per unit)."""
+    bytes_read = lanes * length * HEADS * HEAD_DIM * 4
+    layers = max(2, min(8, int(1.2e9 / bytes_read)))
+    slots = lanes * length + 64
+    pools = [
+        torch.randn(2, slots, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(layers)
+    ]
+    table = torch.randperm(slots, device="cuda")[: lanes * length].int().view(lanes, length)
+    qkv = torch.randn(lanes, 3 * HEADS * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(lanes, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    work = attention.WorkList(lanes, length, HEADS, HEAD_DIM, table.device)
+    work.fill(list(range(lanes)), [length] * lanes)
+    results = []
+    for warps, stages, per_unit in shapes:
+        shape = (per_unit * units, stages, warps)
+        seconds = time_layers(pools, qkv, table, angles, work, out, shape)
+        results.append((seconds, warps, stages, per_unit))
+    results.sort()
+    print(f"{length}x{lanes}:", end="")
+    for seconds, warps, stages, per_unit in results[:4]:
+        speed = bytes_read / seconds
+        print(
+            f" {seconds * 1e6:.1f}us {speed / 1e12:.2f}TB/s {speed / copy:.0%} "
+            f"(warps {warps}, stages {stages}, {per_unit}/SM)",
+            end=";",
+        )
+    print(flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -78,33 +118,10 @@ def main() -> None:
     print(f"copy {copy / 1e12:.2f} TB/s, {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     angles = tuple(torch.randn(65536, HEAD_DIM // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     shapes = list(itertools.product((1, 2, 4), (2, 3), (16, 32))) if sweep else [(2, 2, 16)]
-    for length, lanes in CELLS:
-        bytes_read = lanes * length * HEADS * HEAD_DIM * 4
-        layers = max(2, min(8, int(1.2e9 / bytes_read)))
-        slots = lanes * length + 64
-        pools = [
-            torch.randn(2, slots, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(layers)
-        ]
-        table = torch.randperm(slots, device="cuda")[: lanes * length].int().view(lanes, length)
-        qkv = torch.randn(lanes, 3 * HEADS * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty(lanes, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-        work = attention.WorkList(lanes, length, HEADS, HEAD_DIM, table.device)
-        work.fill(list(range(lanes)), [length] * lanes)
-        results = []
-        for warps, stages, per_unit in shapes:
-            shape = (per_unit * units, stages, warps)
-            seconds = time_layers(pools, qkv, table, angles, work, out, shape)
-            results.append((seconds, warps, stages, per_unit))
-        results.sort()
-        print(f"{length}x{lanes}:", end="")
-        for seconds, warps, stages, per_unit in results[:4]:
-            speed = bytes_read / seconds
-            print(
-                f" {seconds * 1e6:.1f}us {speed / 1e12:.2f}TB/s {speed / copy:.0%} "
-                f"(warps {warps}, stages {stages}, {per_unit}/SM)",
-                end=";",
-            )
-        print(flush=True)
+    run_all(
+        (f"{length}x{lanes}", partial(run_cell, length, lanes, units, shapes, angles, copy))
+        for length, lanes in CELLS
+    )
 
 
 if __name__ == "__main__":

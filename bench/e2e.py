@@ -5,9 +5,11 @@
 
 Protocol: 2 C requests in a closed loop at concurrency C, ``--outputs`` tokens each, greedy, end ids
 ignored, distinct random prompts; depths ``4`` run every loop, ``trace`` forces depths 2, 3, 4 with
-65, 30 and 5 percent (mean 2.4) from a seed. Median of ``--trials``, after a few short requests of the
-cell's context (``--no-warmup``: none). All depths and ways to stream run in every cell, on one start. The
-longest cell is 65408x1: 128 outputs end at 65536.
+65, 30 and 5 percent (mean 2.4) from a seed. Median of up to ``--trials``: another one starts only if all of
+its cell at these depths would then end within ``--seconds``, so that the shortest cells are repeated and
+the longest are not. A short request warms up each context (``--no-warmup``: none). All depths and ways to
+stream run in every cell, on one start. The longest prompts have 65408 tokens: 128 outputs end at 65536.
+A cell that fails, or whose trial takes longer than ``--limit`` seconds, is printed and the others go on.
 
 ``--stream`` is what clients ask for: ``ends`` the first and the last chunk, which tells the time to the
 first token at no cost; ``on`` a chunk for each token; ``off`` one answer. ``--rivals`` adds the ratio to
@@ -25,8 +27,10 @@ import json
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +40,7 @@ import ouro_sgl
 
 TINY = Path(ouro_sgl.__file__).parent / "assets" / "ouro-tiny"
 RIVALS = Path(__file__).with_name("rivals.csv")
-CELLS = "1024x1,1024x32,1024x128,4096x16,16384x4"
+CELLS = "1024x1,1024x32,1024x128,4096x1,4096x16,4096x64,16384x1,16384x4,16384x16,65408x1,65408x2,65408x4"
 VOCABULARY = 49152
 START_SECONDS = 300.0
 
@@ -139,54 +143,80 @@ async def closed_loop(ask: Ask, requests: list[dict[str, Any]], concurrency: int
             assert tokens == payload["sampling_params"]["max_new_tokens"], answer["meta_info"]
             answers.append(Answered(first, last))
 
-    await asyncio.gather(*(client() for _ in range(concurrency)))
+    async with asyncio.TaskGroup() as clients:  # when one fails the others are cancelled
+        for _ in range(concurrency):
+            clients.create_task(client())
     return answers
 
 
-async def measure(ask: Ask, cell: str, depths: str, stream: str, options: argparse.Namespace) -> None:
-    """Run and print one line."""
-    context, concurrency = map(int, cell.split("x"))
-    outputs = options.outputs
-    rates, answers = [], []
-    for number in range(options.trials):
-        rng = random.Random(f"{cell} {depths} {stream} {number}")
-        requests = [request(rng, context, outputs, depths, stream) for _ in range(2 * concurrency)]
-        begin = time.perf_counter()
-        answers += await closed_loop(ask, requests, concurrency)
-        rates.append(len(requests) * outputs / (time.perf_counter() - begin))
-    rate = statistics.median(rates)
-    parts = [f"{cell} depths {depths} stream {stream}: {rate:.1f} output tok/s"]
-    if len(rates) > 1:
-        parts.append(f"trials {' '.join(f'{each:.1f}' for each in rates)}")
+def latencies(answers: list[Answered], cell: str, outputs: int, stream: str) -> Iterator[str]:
+    """Medians over requests, in words. One request at a time: its first token is its prefill."""
     if stream != "off":
-        parts.append(f"first token {statistics.median(one.first for one in answers) * 1e3:.0f} ms")
+        context, concurrency = map(int, cell.split("x"))
+        first = statistics.median(one.first for one in answers)
+        rate = f" ({context / first:.0f} prompt tok/s)" if concurrency == 1 else ""
+        yield f"first token {first * 1e3:.0f} ms{rate}"
         if outputs > 1:
             gaps = [(one.last - one.first) / (outputs - 1) for one in answers]
-            parts.append(f"then {statistics.median(gaps) * 1e3:.2f} ms per token")
-    parts.append(f"answer {statistics.median(one.last for one in answers):.2f} s")
+            yield f"then {statistics.median(gaps) * 1e3:.2f} ms per token"
+    yield f"answer {statistics.median(one.last for one in answers):.2f} s"
+
+
+async def measure(ask: Ask, cell: str, depths: str, stream: str, options: argparse.Namespace) -> None:
+    """Run the trials of one cell and print a line for each, and one for the median of several."""
+    context, concurrency = map(int, cell.split("x"))
+    outputs = options.outputs
+    name = f"{cell} depths {depths} stream {stream}"
+    rates: list[float] = []
+    spent = 0.0
+    while not rates or (
+        len(rates) < options.trials and spent * (len(rates) + 1) / len(rates) < options.seconds
+    ):
+        rng = random.Random(f"{cell} {depths} {stream} {len(rates)}")
+        requests = [request(rng, context, outputs, depths, stream) for _ in range(2 * concurrency)]
+        begin = time.perf_counter()
+        async with asyncio.timeout(options.limit):
+            answers = await closed_loop(ask, requests, concurrency)
+        seconds = time.perf_counter() - begin
+        spent += seconds
+        rates.append(len(requests) * outputs / seconds)
+        parts = [f"{name}: {rates[-1]:.1f} output tok/s in {seconds:.1f} s"]
+        parts += latencies(answers, cell, outputs, stream)
+        print(", ".join(parts), flush=True)
+    rate = statistics.median(rates)
+    parts = [f"    median of {len(rates)}: {rate:.1f} output tok/s"]
     if cell in options.rivals:
         parts.append(f"{rate / options.rivals[cell]:.2f} of {options.rivals[cell]:g}")
     print(", ".join(parts), flush=True)
 
 
-async def warm_up(ask: Ask, cell: str, options: argparse.Namespace) -> None:
-    context, concurrency = map(int, cell.split("x"))
-    rng = random.Random(f"{cell} warm-up")
-    count = min(concurrency, options.warmup_requests)
-    requests = [request(rng, context, options.warmup_outputs, "4", "ends") for _ in range(count)]
-    await closed_loop(ask, requests, count)
+async def warm_up(ask: Ask, context: int, options: argparse.Namespace) -> None:
+    begin = time.perf_counter()
+    rng = random.Random(f"{context} warm-up")
+    async with asyncio.timeout(options.limit):
+        await closed_loop(ask, [request(rng, context, options.warmup_outputs, "4", "ends")], 1)
+    print(f"{context} tokens warm after {time.perf_counter() - begin:.1f} s", flush=True)
 
 
-async def run(ask: Ask, options: argparse.Namespace) -> None:
+async def run(ask: Ask, options: argparse.Namespace) -> list[str]:
+    """Run all cells; the names of those that failed."""
+    failed, warm = [], set()
     for cell in options.cells.split(","):
         begin = time.perf_counter()
-        if options.warmup_outputs:
-            await warm_up(ask, cell, options)
-        warm = time.perf_counter() - begin
-        for depths in options.depths:
-            for stream in options.stream:
-                await measure(ask, cell, depths, stream, options)
-        print(f"    {time.perf_counter() - begin:.1f} s, {warm:.1f} of them to warm up", flush=True)
+        try:
+            context = int(cell.split("x")[0])
+            if options.warmup_outputs and context not in warm:
+                await warm_up(ask, context, options)
+                warm.add(context)
+            for depths in options.depths:
+                for stream in options.stream:
+                    await measure(ask, cell, depths, stream, options)
+        except Exception:
+            failed.append(cell)
+            print(f"{cell} FAILED after {time.perf_counter() - begin:.0f} s", flush=True)
+            traceback.print_exc(file=sys.stdout)
+            sys.stdout.flush()
+    return failed
 
 
 def flags(settings: dict[str, Any]) -> Iterator[str]:
@@ -199,15 +229,15 @@ def flags(settings: dict[str, Any]) -> Iterator[str]:
             yield f"--{flag}={value}"
 
 
-def through_engine(path: Path, settings: dict[str, Any], options: argparse.Namespace) -> None:
+def through_engine(path: Path, settings: dict[str, Any], options: argparse.Namespace) -> list[str]:
     begin = time.perf_counter()
     with ouro_sgl.Engine(path, **settings) as engine:
         slots = engine.get_server_info()["num_slots"]
         print(f"engine ready after {time.perf_counter() - begin:.1f} s, {slots} slots", flush=True)
-        asyncio.run(run(ask_engine(engine), options))
+        return asyncio.run(run(ask_engine(engine), options))
 
 
-def through_http(path: Path, settings: dict[str, Any], options: argparse.Namespace) -> None:
+def through_http(path: Path, settings: dict[str, Any], options: argparse.Namespace) -> list[str]:
     from tests.server import start_server
 
     begin = time.perf_counter()
@@ -216,15 +246,14 @@ def through_http(path: Path, settings: dict[str, Any], options: argparse.Namespa
         slots = server.get("/server_info").json()["num_slots"]
         print(f"server ready after {time.perf_counter() - begin:.1f} s, {slots} slots", flush=True)
 
-        async def drive() -> None:
+        async def drive() -> list[str]:
             async with ask_server(server.url) as ask:
-                await run(ask, options)
+                return await run(ask, options)
 
-        try:
-            asyncio.run(drive())
-        except BaseException:
+        failed = asyncio.run(drive())
+        if failed:
             print(server.log(), end="", flush=True)
-            raise
+        return failed
 
 
 def rivals(text: str) -> dict[str, float]:
@@ -257,9 +286,10 @@ def main() -> None:
     parser.add_argument("--depths", type=several("4", "trace"), default=["4"])
     parser.add_argument("--http", action="store_true", help="start the server and be its clients")
     parser.add_argument("--stream", type=several("ends", "on", "off"), default=["ends"])
-    parser.add_argument("--trials", type=int, default=1)
-    parser.add_argument("--warmup-outputs", type=int, default=8, help="tokens of each warm-up request")
-    parser.add_argument("--warmup-requests", type=int, default=4, help="at most; never more than C")
+    parser.add_argument("--trials", type=int, default=3, help="at most")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a cell's trials at one depth")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds of one trial")
+    parser.add_argument("--warmup-outputs", type=int, default=8, help="tokens of a warm-up request")
     parser.add_argument("--no-warmup", dest="warmup_outputs", action="store_const", const=0)
     parser.add_argument("--rivals", type=rivals, nargs="?", const=str(RIVALS), default={})
     parser.add_argument("--layers", type=int, default=24)
@@ -271,7 +301,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint(Path(folder), options.layers)
         through = through_http if options.http else through_engine
-        through(path, settings, options)
+        failed = through(path, settings, options)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,14 @@ def make_model(config: OuroConfig) -> OuroModel:
     return OuroModel(config, dummy_weights(config, torch.bfloat16, device, 0))
 
 
+def filled_pool(model: OuroModel, num_slots: int) -> KVPool:
+    """A pool whose slots all hold random keys and values, for prompts that count as cached."""
+    pool = KVPool(model.config, num_slots, model.dtype, model.device)
+    for tensor in (*pool.keys, *pool.values):
+        tensor.normal_()
+    return pool
+
+
 def round_bytes(config: OuroConfig, contexts: list[int]) -> int:
     """Bytes that one round must read: core weights, and K and V of every lane."""
     heads = config.num_heads * config.head_dim

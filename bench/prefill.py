@@ -1,20 +1,22 @@
 """Prefill through the worker's real loop, as a share of 790 TFLOP/s (a large bf16 matrix product).
 
-    python -m bench.prefill [--contexts 1024,4096,16384] [--profile]
+    python -m bench.prefill [--contexts 1024,4096,16384,65408] [--profile]
 
-Needs a CUDA device. One row at a time with chunks of ``--chunk`` tokens; rows are repeated so that
-at least 32K tokens are timed. The first pass warms up.
+Needs a CUDA device. Chunks of ``--chunk`` tokens, as many prompts as 32K tokens hold. A prompt of up to
+two chunks warms up.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+from functools import partial
 
 import torch
 
+from bench.cells import run_all
 from bench.gpu import Bench, config_1_4b, make_model
 from ouro_sgl.models.config import OuroConfig
+from ouro_sgl.models.ouro import OuroModel
 
 PEAK = 790e12
 
@@ -29,11 +31,33 @@ def flops(config: OuroConfig, context: int) -> float:
     return config.total_loops * context * (per_token + attention)
 
 
+def run_cell(model: OuroModel, context: int, chunk: int, *, profile: bool) -> None:
+    rows = max(1, 32768 // context)
+    depths = [[4]] * rows
+    Bench(model, 1, min(context, 2 * chunk), 1, max_chunk=chunk).prefill(depths)  # warm up
+    bench = Bench(model, rows, context, 1, max_chunk=chunk)
+    if profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            seconds = bench.prefill(depths)
+    else:
+        seconds = bench.prefill(depths)
+    rate = rows * flops(model.config, context) / seconds
+    print(
+        f"{context}: {rows * context / seconds:.0f} tok/s, {seconds / rows * 1e3:.0f} ms per prompt, "
+        f"{rate / 1e12:.0f} TFLOP/s, {rate / PEAK:.0%} of 790",
+        flush=True,
+    )
+    if profile:
+        for row in sorted(profiler.key_averages(), key=lambda row: -row.device_time_total)[:10]:
+            print(f"    {row.device_time_total / 1e3:8.1f} ms  {row.count:6d} x {row.key[:70]}")
+    print(f"    row counts {bench.worker._executor.prefill_row_counts}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--contexts", default="1024,4096,16384")
+    parser.add_argument("--contexts", default="1024,4096,16384,65408")
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
@@ -41,31 +65,10 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, chunks of {options.chunk}", flush=True
     )
-    for context in map(int, options.contexts.split(",")):
-        rows = max(2, 32768 // context)
-        depths = [[4]] * rows
-        Bench(model, min(rows, 2), context, 1, max_chunk=options.chunk).prefill(depths)  # warm up
-        gc.collect()
-        torch.cuda.empty_cache()
-        bench = Bench(model, rows, context, 1, max_chunk=options.chunk)
-        if options.profile:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-                seconds = bench.prefill(depths)
-        else:
-            seconds = bench.prefill(depths)
-        rate = rows * flops(model.config, context) / seconds
-        print(
-            f"{context}: {rows * context / seconds:.0f} tok/s, {rate / 1e12:.0f} TFLOP/s, "
-            f"{rate / PEAK:.0%} of 790",
-            flush=True,
-        )
-        if options.profile:
-            for row in sorted(profiler.key_averages(), key=lambda row: -row.device_time_total)[:10]:
-                print(f"    {row.device_time_total / 1e3:8.1f} ms  {row.count:6d} x {row.key[:70]}")
-        print(f"    row counts {bench.worker._executor.prefill_row_counts}")
-        del bench
-        gc.collect()
-        torch.cuda.empty_cache()
+    run_all(
+        (context, partial(run_cell, model, int(context), options.chunk, profile=options.profile))
+        for context in options.contexts.split(",")
+    )
 
 
 if __name__ == "__main__":

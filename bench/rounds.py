@@ -2,21 +2,22 @@
 
     python -m bench.rounds [--cells 1024x1,1024x32] [--outputs 24] [--pdl on,off] [--profile] [--beside]
 
-Needs a CUDA device. Depth is 4 for every token; a round's floor is its bytes over the copy bandwidth
-measured in the same run.
+Needs a CUDA device. Depth is 4 for every token, prompts count as cached; a round's floor is its bytes
+over the copy bandwidth measured in the same run. 6 cells take about 15 s beside start and compiling.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
+from functools import partial
 
 import torch
 
 from bench.attention import copy_bandwidth
-from bench.gpu import Bench, config_1_4b, make_model, round_bytes
+from bench.cells import run_all
+from bench.gpu import Bench, config_1_4b, filled_pool, make_model, round_bytes
 from ouro_sgl.models.ouro import OuroModel
 
 CELLS = "1024x1,1024x32,1024x128,4096x16,16384x4,65408x1"
@@ -29,8 +30,9 @@ def run_cell(
     context, rows = map(int, cell.split("x"))
     spare = 1 if beside else 0
     depths = [[4] * outputs for _ in range(rows + spare)]
-    bench = Bench(model, rows, context, outputs, pdl=variant != "off", spare=spare)
-    bench.prefill(depths)
+    pool = filled_pool(model, (rows + spare) * (context + outputs) * model.config.total_loops)
+    bench = Bench(model, rows, context, outputs, pdl=variant != "off", spare=spare, pool=pool)
+    bench.restart(depths)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     if profile:
         with profiler:
@@ -52,9 +54,6 @@ def run_cell(
         for row in sorted(profiler.key_averages(), key=lambda row: -row.device_time_total)[:14]:
             total = row.device_time_total / rounds
             print(f"    {total:8.1f} us per round  {row.count / rounds:6.1f} x {row.key[:60]}")
-    del bench
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def between_rounds(profiler: torch.profiler.profile) -> tuple[float, float]:
@@ -95,17 +94,12 @@ def main() -> None:
     name = torch.cuda.get_device_name(0)
     print(f"copy {copy / 1e12:.2f} TB/s, {name}, torch {torch.__version__}", flush=True)
     model = make_model(config_1_4b(options.layers))
-    for cell in options.cells.split(","):
-        for variant in options.pdl.split(","):
-            run_cell(
-                model,
-                cell,
-                options.outputs,
-                copy,
-                variant,
-                profile=options.profile,
-                beside=options.beside,
-            )
+    run = partial(run_cell, model, copy=copy, profile=options.profile, beside=options.beside)
+    run_all(
+        (f"{cell} pdl {variant}", partial(run, cell=cell, outputs=options.outputs, variant=variant))
+        for cell in options.cells.split(",")
+        for variant in options.pdl.split(",")
+    )
 
 
 if __name__ == "__main__":

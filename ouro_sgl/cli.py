@@ -2,7 +2,7 @@
 
 Flags carry SGLang's names where SGLang has the concept and the common aliases beside them; all of
 them are made from the metadata in ``config.py``. A flag is either served, refused with its reason
-(``REFUSED``), or unknown and refused with the nearest name. None is accepted and ignored.
+(``REFUSED``), or unknown and refused with the nearest name, if one is near. None is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ SLOTS_PER_BLOCK = 16
 # Flags with one legal value each: (names, value, why no other).
 FIXED: tuple[tuple[tuple[str, ...], int, str], ...] = (
     (("--tp-size", "--tensor-parallel-size", "--tp"), 1, "one worker process serves the model"),
+    (("--dp-size", "--data-parallel-size", "--dp"), 1, "start one server per GPU"),
     (("--page-size",), 1, "attention reads single slots"),
     (("--block-size",), SLOTS_PER_BLOCK, "--num-blocks counts 16 slots each"),
 )
 
-# Flags that are known and refused: name and reason.
+# Flags that a command line for SGLang often has and that set nothing here: name and reason.
 REFUSED: dict[str, str] = {
     "--trust-remote-code": "code that comes with a checkpoint is never run",
+    "--enable-metrics": "/metrics is always served",
+    "--enable-cache-report": "answers always tell their cached tokens",
+    "--tool-call-parser": "tool calls are read as Hermes and Qwen models write them",
+    "--reasoning-parser": "what stands in <think> becomes reasoning_content, see separate_reasoning",
+    "--grammar-backend": "llguidance is the only one",
+    "--quantization": "weights are float32 or bfloat16, see --dtype",
+    "--kv-cache-dtype": "K/V has the number format of --dtype",
 }
 
 
@@ -160,8 +168,9 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     if name in {flag(field) for field, (_, setting) in SETTINGS.items() if setting.group == HTTP}:
         raise ConfigError(f"{name} concerns the HTTP server, which this command does not start")
     known = [*parser._option_string_actions, *REFUSED]
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    raise ConfigError(f"unknown flag {name}; the nearest is {nearest[0]} (--help lists all)")
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; the nearest is {nearest[0]}" if nearest else ""
+    raise ConfigError(f"unknown flag {name}{hint} (--help lists all)")
 
 
 def _take_fixed(values: dict[str, Any]) -> None:

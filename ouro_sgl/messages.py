@@ -97,10 +97,25 @@ class GenerateReq(Message):
     prompt_logprob_start: int | None = None
     extra_key: str | None = None  # radix cache namespace
     priority: int = 0  # higher first
-    leader: int | None = None  # with n > 1: wait until this uid's prompt is in the radix cache
+    leader: int | None = None  # of a sample: wait until this uid's prompt is in the radix cache
     # What the output must match, in llguidance's own notation; checked by the frontend. None unless
     # params.constrained.
     grammar: str | None = None
+
+
+class SampleReq(Message):
+    """One more sample (n > 1) of the newest :class:`GenerateReq`, its leader, with a seed of its own.
+
+    Thousands of samples may share a long prompt, bias or grammar, which are so sent and kept once.
+    """
+
+    uid: int
+    seed: int  # as in RowParams
+
+    def of(self, first: GenerateReq) -> GenerateReq:
+        """The whole request; ``first`` is the leader's."""
+        params = msgspec.structs.replace(first.params, seed=self.seed)
+        return msgspec.structs.replace(first, uid=self.uid, params=params, leader=first.uid)
 
 
 class AbortReq(Message):
@@ -143,7 +158,7 @@ class ShutdownReq(Message):
     """Leave the main loop; sent down the line, frontend to scheduler to worker."""
 
 
-FrontendMessage = GenerateReq | AbortReq | StopReq | ControlReq | ShutdownReq
+FrontendMessage = GenerateReq | SampleReq | AbortReq | StopReq | ControlReq | ShutdownReq
 
 
 # --------------------------------------------------------------------------- scheduler to frontend

@@ -49,7 +49,7 @@ once() {
 
 install_dependencies() {
     local base=$1 venv=$2 stamp=$2/.dependencies clear=
-    echo "Setting up $venv (once; this takes some minutes)" >&2
+    echo "Setting up $venv (once; some minutes, and 2 to 5 GB by the build of torch)" >&2
     # One interpreter over the environment of another would mix the two. Only what this function made
     # is cleared, which the stamp shows.
     if [ -e "$stamp" ] && [ "$(head -n 1 "$stamp")" != "$("$base" -V)" ]; then

@@ -28,6 +28,7 @@ from ouro_sgl.messages import (
     GenerateReq,
     OutputLogprobs,
     PromptLogprobs,
+    SampleReq,
     SchedulerFailed,
     SchedulerReady,
     ShutdownReq,
@@ -77,7 +78,9 @@ class MockScheduler(threading.Thread):
         self.round_seconds = round_seconds
         self.tokens_per_round = tokens_per_round
         self.max_rows = max_rows
-        self.received: list[Any] = []
+        self.received: list[Any] = []  # samples as the requests that they stand for
+        self.samples = 0  # messages that were nothing but a sample
+        self._first: GenerateReq | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         self._receiver: Receiver[Any] = Receiver(
             self._context, Edge.FRONTEND_TO_SCHEDULER, ipc_dir, bind=True
@@ -174,6 +177,12 @@ class MockScheduler(threading.Thread):
 
     def _take_messages(self) -> bool:
         for message in self._receiver.drain():
+            if isinstance(message, SampleReq):
+                assert self._first is not None
+                self.samples += 1
+                message = message.of(self._first)
+            elif isinstance(message, GenerateReq):
+                self._first = message
             self.received.append(message)
             if isinstance(message, GenerateReq):
                 self._waiting.append(_Row(message))
@@ -193,7 +202,18 @@ class MockScheduler(threading.Thread):
         if message.op == ControlOp.FLUSH_CACHE:
             reply = ControlReply(message.control_id, not rows, f"{rows} requests run" if rows else "")
         else:
-            reply = ControlReply(message.control_id, True, info={"running": rows})
+            reply = ControlReply(
+                message.control_id,
+                True,
+                info={
+                    "waiting": len(self._waiting),
+                    "prefilling": 0,
+                    "running": len(self._running),
+                    "num_slots": self._facts.num_slots,
+                    "free_slots": self._facts.num_slots - 8 * rows,
+                    "evictable_slots": 4 * rows,
+                },
+            )
         self._try_send(reply)
 
     def _abort(self, uids: list[int]) -> None:

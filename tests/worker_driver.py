@@ -138,12 +138,14 @@ class Driver:
         self.max_chunk = max_chunk
         self.reuse_prefixes = reuse_prefixes
         self.eager = eager  # everything arrives at once
-        self.free = list(range(num_slots))
-        self.random.shuffle(self.free)
+        self.free: list[int] = torch.randperm(
+            num_slots, generator=torch.Generator().manual_seed(seed)
+        ).tolist()
         self.rows: dict[int, Placed] = {}
         self.kept: list[tuple[list[int], list[list[int]]]] = []  # (prompt, table) of finished prefills
         self.kept_slots: set[int] = set()
         self.plan_id = self.chunk_id = self.epoch = 0
+        self.hits: list[int] = []  # cached tokens of each admission that had any
         self.results: list[Result] = []
 
     def run(self, requests: list[Request]) -> list[Result]:
@@ -208,6 +210,8 @@ class Driver:
         row = self.random.choice([row for row in range(self.settings.max_rows) if row not in self.rows])
         self.epoch += 1
         table = self._cached(request)
+        if table:
+            self.hits.append(len(table))
         placed = Placed(index, self.epoch, len(table), len(table), table, [])
         placed.granted_until = len(request.input_ids)
         self.rows[row] = placed
@@ -338,8 +342,9 @@ class Driver:
             self.kept.append((prompt, placed.table[: len(prompt)]))
             kept = {slot for slots in placed.table[: len(prompt)] for slot in slots}
             self.kept_slots |= kept
-        self.free.extend(slot for slot in placed.owned if slot not in kept)
-        self.random.shuffle(self.free)
+        freed = [slot for slot in placed.owned if slot not in kept]
+        self.random.shuffle(freed)
+        self.free.extend(freed)
 
 
 def retracted(request: Request, result: Result, rng: random.Random) -> Request:

@@ -7,6 +7,7 @@ before anything looks at it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -29,6 +30,8 @@ Send = Callable[[Message], Awaitable[None]]
 # Seconds until somebody listens for the client's disconnect: most answers are out before, and a task
 # for each of them would be wasted.
 WATCH_AFTER = 0.25
+LINGER_SECONDS = 2.0  # that a client may go on sending a body which is refused already
+LARGE_BODY = 1 << 18  # bytes; a conversation of that size is read beside the event loop
 MAX_SEQUENCES = 4096  # prompts times samples of one call
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -89,7 +92,7 @@ class Application:
         except ClientGone:
             return
         except RequestError as error:
-            await _send_json(send, error.status, error_body(error.message))
+            await _refuse_body(receive, send, error)
             return
         if path == "/generate":
             await self._generate(scope, body, receive, send)
@@ -160,10 +163,11 @@ class Application:
         """An OpenAI route."""
         try:
             _check_content_type(scope)
-            job = self._openai.job(path, body, int(time.time()))
-            call = await self._manager.submit(
-                job.body, max_sequences=MAX_SEQUENCES, keep_markers=job.keep_markers
-            )
+            with self._manager.preparing() as since:
+                job = await self._read_job(path, body)
+                call = await self._manager.submit(
+                    job.body, max_sequences=MAX_SEQUENCES, keep_markers=job.keep_markers, since=since
+                )
         except RequestError as error:
             await _send_json(send, error.status, openai_error(error))
             return
@@ -173,6 +177,12 @@ class Application:
         finally:
             watch.close()
             self._manager.release(call)
+
+    async def _read_job(self, path: str, body: bytes) -> Job:
+        now = int(time.time())
+        if len(body) <= LARGE_BODY:
+            return self._openai.job(path, body, now)
+        return await asyncio.to_thread(self._openai.job, path, body, now)
 
     async def _answer_job(self, job: Job, call: Call, send: Send) -> None:
         try:
@@ -301,6 +311,27 @@ async def _send_json(
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _refuse_body(receive: Receive, send: Send, error: RequestError) -> None:
+    """Answer while the body is still on its way, and read on.
+
+    Most clients read nothing before they have sent all. A connection that is closed on them breaks, and
+    with it they lose the answer.
+    """
+    body = orjson.dumps(error_body(error.message))
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _event(payload: dict[str, Any]) -> bytes:

@@ -9,12 +9,13 @@ when the scheduler is gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +42,7 @@ from ouro_sgl.messages import (
     FinishReason,
     GenerateReq,
     OutputLogprobs,
+    SampleReq,
     SchedulerMessage,
     SchedulerReady,
     ShutdownReq,
@@ -53,6 +55,9 @@ log = logging.getLogger(__name__)
 
 # Characters in a call that are tokenized beside the event loop, so that other streams go on.
 LONG_TEXT = 16384
+
+# Log-probabilities of a call beside those of its tokens. The processes hold some 200 bytes for each.
+MAX_LOGPROBS = 1 << 24
 
 
 class Call:
@@ -307,6 +312,7 @@ class TokenizerManager:
         max_sequences: int | None = None,
         keep_markers: bool = False,
         probe: bool = False,
+        since: int | None = None,
     ) -> Call:
         """Check a request and send it to the scheduler. The caller must :meth:`release` the call.
 
@@ -314,27 +320,24 @@ class TokenizerManager:
             max_sequences: prompts times samples; None: any number.
             keep_markers: texts show the markers of a chat answer, see :meth:`Tokenizer.detokenizer`.
             probe: a health check, which no counter shows.
+            since: what :meth:`preparing` gave, if the call came before it is submitted.
 
         Raises:
             RequestError: the request is refused; nothing was sent.
         """
-        self._preparing += 1
-        started = self._abort_clock
-        try:
-            limits = self.limits()
-            expanded = expand(body, limits, max_sequences)
-            grammars = await self._translate_grammars(expanded.prompts)
-            await self._tokenize(expanded.prompts, limits)
-            # From here on nothing awaits: ids are checked and taken, and all is sent, at once.
-            call, requests = self._make_call(body, expanded, grammars, keep_markers)
-        except RequestError:
-            self.metrics.refused.inc()
-            raise
-        finally:
-            self._preparing -= 1
+        with self.preparing() as now:
+            try:
+                limits = self.limits()
+                expanded = expand(body, limits, max_sequences)
+                grammars = await self._translate_grammars(expanded.prompts)
+                await self._tokenize(expanded.prompts, limits)
+                # From here on nothing awaits: ids are checked and taken, and all is sent, at once.
+                call, requests = self._make_call(body, expanded, grammars, keep_markers)
+            except RequestError:
+                self.metrics.refused.inc()
+                raise
+            started = now if since is None else since
             early = {name for name, clock in self._early_aborts.items() if clock > started}
-            if not self._preparing:
-                self._early_aborts.clear()
         self._calls.add(call)
         for name in call.names:
             self._names[name] = []
@@ -353,6 +356,17 @@ class TokenizerManager:
         for aborted in set(call.names) & early:
             self._abort(self._names[aborted])
         return call
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[int]:
+        """A call has come and is not sent yet. An abort from now on reaches it, see :meth:`submit`."""
+        self._preparing += 1
+        try:
+            yield self._abort_clock
+        finally:
+            self._preparing -= 1
+            if not self._preparing:
+                self._early_aborts.clear()
 
     def release(self, call: Call) -> None:
         """Nobody waits for ``call`` any more: free its request ids, abort what still runs."""
@@ -419,7 +433,7 @@ class TokenizerManager:
 
     def _make_call(
         self, body: GenerateBody, expanded: Expanded, grammars: dict[Grammar, str], keep_markers: bool
-    ) -> tuple[Call, list[GenerateReq]]:
+    ) -> tuple[Call, list[GenerateReq | SampleReq]]:
         samples = expanded.samples
         rids = expanded.rids
         if rids is None:
@@ -431,8 +445,9 @@ class TokenizerManager:
         if len(set(names)) != len(names):
             raise RequestError("the request ids of this call are not unique")
         sequences: list[Sequence] = []
-        requests: list[GenerateReq] = []
+        requests: list[GenerateReq | SampleReq] = []
         texts = self.tokenizer if body.return_text_in_logprobs else None
+        values = 0  # log-probabilities beside the tokens' own
         for prompt in expanded.prompts:
             if not prompt.ids:
                 raise RequestError("the prompt is empty")
@@ -444,7 +459,6 @@ class TokenizerManager:
             seed = prompt.sampling.new_seed(self._seeds)
             written = prompt.sampling.grammar
             grammar = None if written is None else grammars[written]
-            leader: int | None = None
             for sample in range(samples):
                 params = prompt.sampling.row_params(
                     len(prompt.ids),
@@ -454,6 +468,15 @@ class TokenizerManager:
                     token_ids_logprob=prompt.token_ids_logprob,
                     exit_lambdas=bool(body.return_exit_logprobs),
                 )
+                scored = 0 if prompt.logprob_start is None else len(prompt.ids) - prompt.logprob_start
+                values += (scored + params.max_new_tokens) * (
+                    params.top_logprobs_num + len(params.token_ids_logprob)
+                )
+                if values > MAX_LOGPROBS:
+                    raise RequestError(
+                        f"top_logprobs_num and token_ids_logprob ask for more than {MAX_LOGPROBS} values in "
+                        "all: ask for fewer of them, of tokens or of samples"
+                    )
                 index = len(sequences)
                 uid = next(self._uids)
                 sequences.append(
@@ -471,6 +494,9 @@ class TokenizerManager:
                         self.weight_version,
                     )
                 )
+                if sample:
+                    requests.append(SampleReq(uid, params.seed))
+                    continue
                 requests.append(
                     GenerateReq(
                         uid=uid,
@@ -479,11 +505,9 @@ class TokenizerManager:
                         prompt_logprob_start=prompt.logprob_start,
                         extra_key=prompt.extra_key,
                         priority=body.priority or 0,
-                        leader=leader,
                         grammar=grammar if params.max_new_tokens else None,
                     )
                 )
-                leader = leader or uid
         return Call(sequences, bool(body.stream), expanded.many, names), requests
 
     # ------------------------------------------------------------------ questions to the scheduler
@@ -640,10 +664,14 @@ class TokenizerManager:
                 if batch.logprobs:
                     logprobs = batch.logprobs.get(uid)
                 ids, depths = batch.token_ids[position:end], batch.exit_depths[position:end]
-                stopped = sequence.add(ids, depths, logprobs, batch.exit_lambdas.get(uid))
-                if stopped is not None:
-                    self._send(StopReq(uid, stopped))
-                call.update(sequence)
+                try:
+                    stopped = sequence.add(ids, depths, logprobs, batch.exit_lambdas.get(uid))
+                except RequestError as error:
+                    call.fail(error)  # whoever waits for it releases it, which aborts what still runs
+                else:
+                    if stopped is not None:
+                        self._send(StopReq(uid, stopped))
+                    call.update(sequence)
             position = end
         for finished in batch.finished:
             entry = running.pop(finished.uid, None)

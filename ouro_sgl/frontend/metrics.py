@@ -1,8 +1,13 @@
-"""Counters of the frontend, in the text format of Prometheus. The names are those of SGLang."""
+"""Counters of the frontend and the scheduler's load, in the text format of Prometheus.
+
+The names are those of SGLang.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -23,10 +28,32 @@ class Metrics:
         self.generation_loops = self._counter(
             "generation_loops", "loops that generated tokens ran, all together", model_name
         )
+        self._load = CollectorRegistry()
+        self._running = self._gauge("num_running_reqs", "sequences that run, prompts included", model_name)
+        self._waiting = self._gauge("num_queue_reqs", "sequences that wait for a row or for K/V", model_name)
+        self._usage = self._gauge(
+            "token_usage", "share of the K/V slots in use, the evictable cache not counted", model_name
+        )
 
     def _counter(self, name: str, help_text: str, model_name: str) -> Counter:
         counter = Counter(f"sglang:{name}", help_text, ["model_name"], registry=self._registry)
         return counter.labels(model_name=model_name)
 
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
+    def _gauge(self, name: str, help_text: str, model_name: str) -> Gauge:
+        gauge = Gauge(f"sglang:{name}", help_text, ["model_name"], registry=self._load)
+        return gauge.labels(model_name=model_name)
+
+    def render(self, load: dict[str, Any] | None = None) -> bytes:
+        """The text.
+
+        Args:
+            load: the scheduler's statistics of this moment; None: there are none, and the gauges are
+                left out rather than out of date.
+        """
+        totals = generate_latest(self._registry)
+        if load is None:
+            return totals
+        self._running.set(load["prefilling"] + load["running"])
+        self._waiting.set(load["waiting"])
+        self._usage.set(1 - (load["free_slots"] + load["evictable_slots"]) / load["num_slots"])
+        return totals + generate_latest(self._load)

@@ -34,6 +34,7 @@ from ouro_sgl.frontend.sampling import check_ids
 from ouro_sgl.models.config import read_json
 
 PROBE_TIMEOUT = 20.0  # seconds
+LOAD_TIMEOUT = 2.0  # seconds; those who scrape metrics give up after some ten
 
 HEALTH_ROUTES = ("/health", "/health_generate")  # open to everybody
 
@@ -206,6 +207,7 @@ def _add_pages(app: FastAPI, manager: TokenizerManager) -> None:
             facts["longest request"] = f"{manager.facts.served_length} tokens"
             facts["K/V slots"] = manager.facts.num_slots
             facts["requests at once"] = manager.facts.max_rows
+            facts["device"] = manager.facts.server_info["device"]
         facts["exit mode"] = manager.args.exit_mode
         facts["version"] = f"ouro_sgl {ouro_sgl.__version__}"
         status, state = ("ready", "up") if _is_healthy(manager) else ("not ready", "")
@@ -222,7 +224,12 @@ def _add_pages(app: FastAPI, manager: TokenizerManager) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(manager.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT):
+                load = await manager.scheduler_info()
+        except (RequestError, TimeoutError):
+            load = None  # the counters are there whatever state the server is in
+        return Response(manager.metrics.render(load), headers={"content-type": CONTENT_TYPE})
 
 
 def _is_healthy(manager: TokenizerManager) -> bool:
@@ -343,10 +350,14 @@ def _add_actions(app: FastAPI, manager: TokenizerManager) -> None:
         vocab_size = manager.limits().vocab_size
         batch = bool(body.tokens) and isinstance(body.tokens[0], list)
         lists = body.tokens if batch else [body.tokens]
-        texts = [
-            manager.tokenizer.decode(check_ids("tokens", ids, vocab_size), body.skip_special_tokens)
-            for ids in lists
-        ]
+
+        def decode() -> list[str]:
+            return [
+                manager.tokenizer.decode(check_ids("tokens", ids, vocab_size), body.skip_special_tokens)
+                for ids in lists
+            ]
+
+        texts = await asyncio.to_thread(decode)
         return {"text": texts if batch else texts[0]}
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.grammar import KINDS, MAX_SOURCE_BYTES, Grammar
-from ouro_sgl.frontend.stops import StopRegex
+from ouro_sgl.frontend.stops import StopRegexes
 from ouro_sgl.messages import ExitMode, RowParams
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -136,9 +136,9 @@ def _stops(name: str, value: Any) -> list[str]:
     return list(stops)
 
 
-def _stop_regexes(name: str, value: Any) -> list[StopRegex]:
+def _stop_regexes(name: str, value: Any) -> StopRegexes | None:
     patterns = [] if value == "" else _stops(name, value)  # clients send it empty for none
-    return [StopRegex(pattern) for pattern in patterns]
+    return StopRegexes(patterns) if patterns else None
 
 
 def _grammar_text(name: str, value: Any) -> str:
@@ -231,7 +231,7 @@ class SamplingParams:
     explicit_length: bool  # the client gave a number, so it is refused rather than clipped
     seed: int | None  # unsigned 64 bit; None: a random one for each prompt
     stops: list[str]
-    stop_regexes: list[StopRegex]
+    stop_regexes: StopRegexes | None
     grammar: Grammar | None  # what the output must match, as the client wrote it
     skip_special_tokens: bool
     no_stop_trim: bool
@@ -335,6 +335,8 @@ def parse_sampling_params(raw: dict[str, Any], limits: Limits) -> SamplingParams
     stop_ids = check_ids("stop_token_ids", stop_ids, vocab_size)
     if not given.get("ignore_eos", False):
         end_ids.update(limits.end_ids, stop_ids)
+    if min_new_tokens and len(end_ids) == vocab_size:
+        raise RequestError("min_new_tokens leaves no token: every id of the vocabulary is an end id")
     bias = _logit_bias(given.get("logit_bias", {}), vocab_size)
     temperature = given.get("temperature", 1.0)
     top_k = given.get("top_k", -1)
@@ -365,7 +367,7 @@ def parse_sampling_params(raw: dict[str, Any], limits: Limits) -> SamplingParams
         explicit_length=explicit_length,
         seed=None if seed is None else seed & UINT64,
         stops=given.get("stop", []),
-        stop_regexes=given.get("stop_regex", []),
+        stop_regexes=given.get("stop_regex"),
         grammar=grammar,
         skip_special_tokens=given.get("skip_special_tokens", True),
         no_stop_trim=given.get("no_stop_trim", False),

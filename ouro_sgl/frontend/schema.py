@@ -1,7 +1,8 @@
 """The body of ``/generate``: its shape, and its expansion into prompts.
 
 Types are checked while the JSON is decoded (:class:`GenerateBody`), values here. Unknown top-level
-keys are ignored, as clients of SGLang expect. A batch is refused as a whole.
+keys are ignored, as clients of SGLang expect; those of the loop, which no such client sends and which
+belong into ``sampling_params``, are refused. A batch is refused as a whole.
 """
 
 from __future__ import annotations
@@ -44,23 +45,40 @@ class GenerateBody(msgspec.Struct):
     priority: int | None = None
 
 
-_decoder = msgspec.json.Decoder(GenerateBody)
+class _ReceivedBody(GenerateBody):
+    """With the keys that are easily put beside ``sampling_params``: OpenAI's routes take them there."""
+
+    exit_mode: Any = None
+    min_loops: Any = None
+    max_loops: Any = None
+    exit_threshold: Any = None
+    exit_trace: Any = None
+    trace_id: Any = None
+
+
+_MISPLACED = _ReceivedBody.__struct_fields__[len(GenerateBody.__struct_fields__) :]
+_decoder = msgspec.json.Decoder(_ReceivedBody)
 
 
 def decode_body(data: bytes) -> GenerateBody:
     """Parse a request body.
 
     Raises:
-        SchemaError: it is not JSON in UTF-8, or not of the shape of :class:`GenerateBody`.
+        SchemaError: it is not JSON in UTF-8, not of the shape of :class:`GenerateBody`, or has a key
+            of the loop beside ``sampling_params``.
     """
     try:
         if not data.isascii():
             data.decode("utf-8")  # the decoder below skips over what it does not need
-        return _decoder.decode(data)
+        body = _decoder.decode(data)
     except UnicodeDecodeError:
         raise SchemaError("the request body is not valid UTF-8") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaError(f"the request body cannot be read: {error}") from None
+    for name in _MISPLACED:
+        if getattr(body, name) is not None:
+            raise SchemaError(f"{name} belongs into sampling_params")
+    return body
 
 
 def convert_body(payload: dict[str, Any]) -> GenerateBody:

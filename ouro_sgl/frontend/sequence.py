@@ -141,7 +141,7 @@ class Sequence:
         self._decoded = 0  # output tokens given to the detokenizer
         self._pieces: list[str] = []
         self._matcher: StopMatcher | None = None
-        if sampling.stops or sampling.stop_regexes:
+        if sampling.stops or sampling.stop_regexes is not None:
             self._matcher = StopMatcher(sampling.stops, params.min_new_tokens, sampling.stop_regexes)
         self._match: StopMatch | None = None
 
@@ -169,6 +169,9 @@ class Sequence:
         """New tokens. If they complete a stop string: the number of output tokens that it needs.
 
         Tokens behind a stop string are dropped here, whatever still arrives.
+
+        Raises:
+            RequestError: looking for the stops takes too long.
         """
         if self._match is not None or self.finished:
             return None

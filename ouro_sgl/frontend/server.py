@@ -128,9 +128,16 @@ async def _supervise(
             gc.collect()
             gc.freeze()
             _warn_of_limits(manager)
-            print(f"ouro_sgl: {manager.model_name} is ready at {_url(args)}", flush=True)
+            _announce(manager, args)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), POLL_SECONDS)
+
+
+def _announce(manager: TokenizerManager, args: ServerArgs) -> None:
+    assert manager.facts is not None
+    # The device, because --device auto takes the CPU without a word where it cannot use a GPU.
+    device = manager.facts.server_info["device"]
+    print(f"ouro_sgl: {manager.model_name} is ready at {_url(args)} (device {device})", flush=True)
 
 
 def _warn_of_limits(manager: TokenizerManager) -> None:

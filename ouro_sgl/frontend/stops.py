@@ -2,7 +2,8 @@
 
 Strings: one automaton each (Knuth-Morris-Pratt, its failure table made only as far as it was needed),
 so the work is linear in the text however long the strings are. Regexes: RE2, linear in the text that it
-looks at, which is the last few thousand bytes. Either counts as found with the token that completes
+looks at, which is the last few thousand bytes; a request whose regexes are slow at that is ended, because
+everybody waits while they run. Either counts as found with the token that completes
 it; if one token completes several, strings go before regexes and the first in a list wins. The text is
 cut at the first place where the winner stands.
 
@@ -14,14 +15,19 @@ at the end.
 from __future__ import annotations
 
 import codecs
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import re2
 
 from ouro_sgl.errors import RequestError
 
 MAX_REGEX_BYTES = 256
-MAX_REGEX_PROGRAM = 1000  # instructions; a look at the text may take so many steps for each byte
+# Instructions of all regexes of a request; a look at the text may take so many steps for each byte.
+MAX_REGEX_PROGRAM = 1000
+SECONDS_PER_LOOK = 0.001  # CPU time that a look at the text may take
+MAX_DEBT = 0.25  # seconds beyond that, less what later looks take less: more end the request
 REGEX_WINDOW = 4096  # bytes: longer matches may not be found
 
 
@@ -78,44 +84,65 @@ class _Automaton:
         return found
 
 
-class StopRegex:
-    """A compiled pattern in RE2's syntax. ``^`` and ``$`` are the ends of the output so far.
+class StopRegexes:
+    """Compiled patterns in RE2's syntax, most important first. ``^`` and ``$`` are the ends of the output so
+    far. One object serves all sequences of a request, which share its time.
 
     Raises:
-        RequestError: it is wrong, too large, or matches the empty text.
+        RequestError: a pattern is wrong, too large, or matches the empty text.
     """
 
-    def __init__(self, pattern: str) -> None:
-        self.pattern = pattern
-        try:
-            size = len(pattern.encode())
-        except UnicodeEncodeError:
-            raise RequestError("stop_regex holds half a character (a lone surrogate)") from None
-        if size > MAX_REGEX_BYTES:
-            raise RequestError(f"stop_regex must have at most {MAX_REGEX_BYTES} bytes, got {size}")
-        options = re2.Options()
-        options.log_errors = False
-        try:
-            self._compiled = re2.compile(pattern, options)
-        except re2.error as error:
-            reason = error.args[0] if error.args else ""
-            text = reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)
-            raise RequestError(f"stop_regex: {text}") from None
-        if self._compiled.programsize > MAX_REGEX_PROGRAM:
+    def __init__(self, patterns: list[str]) -> None:
+        self._regexes = [(pattern, _compile(pattern)) for pattern in patterns]
+        if sum(regex.programsize for _, regex in self._regexes) > MAX_REGEX_PROGRAM:
             raise RequestError("stop_regex is too complex: shorten its repetitions and classes")
-        if self._compiled.search(b"") is not None:
-            raise RequestError("stop_regex must not match the empty text")
+        self._debt = 0.0
 
-    def search(self, text: bytes, start: int) -> tuple[int, int] | None:
-        """The first match that begins at ``start`` or later, as byte offsets."""
-        match = self._compiled.search(text, start)
-        return None if match is None else match.span()
+    def search(self, text: bytes, start: int) -> tuple[str, int, int] | None:
+        """Of the first pattern that has one, the first match that begins at ``start`` or later: the pattern
+        and two byte offsets.
+
+        Raises:
+            RequestError: the looks so far took too long.
+        """
+        if self._debt > MAX_DEBT:
+            raise RequestError("stop_regex takes too long to look for: use simpler patterns")
+        before = time.thread_time()
+        try:
+            for pattern, regex in self._regexes:
+                match = regex.search(text, start)
+                if match is not None:
+                    return (pattern, *match.span())
+            return None
+        finally:
+            # Quick looks pay debts off, but save nothing up for a burst of slow ones.
+            self._debt = max(0.0, self._debt + time.thread_time() - before - SECONDS_PER_LOOK)
+
+
+def _compile(pattern: str) -> Any:
+    try:
+        size = len(pattern.encode())
+    except UnicodeEncodeError:
+        raise RequestError("stop_regex holds half a character (a lone surrogate)") from None
+    if size > MAX_REGEX_BYTES:
+        raise RequestError(f"stop_regex must have at most {MAX_REGEX_BYTES} bytes, got {size}")
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        regex = re2.compile(pattern, options)
+    except re2.error as error:
+        reason = error.args[0] if error.args else ""
+        text = reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)
+        raise RequestError(f"stop_regex: {text}") from None
+    if regex.search(b"") is not None:
+        raise RequestError("stop_regex must not match the empty text")
+    return regex
 
 
 class _RegexSearch:
-    """The end of a growing text, in UTF-8, and where in it the search for several regexes begins."""
+    """The end of a growing text, in UTF-8, and where in it the search for regexes begins."""
 
-    def __init__(self, regexes: list[StopRegex]) -> None:
+    def __init__(self, regexes: StopRegexes) -> None:
         self._regexes = regexes
         self._tail = b""
         self._begin = 0  # offset in the tail: nothing that was found before counts again
@@ -126,13 +153,13 @@ class _RegexSearch:
         if not piece:
             return None
         self._tail += piece.encode("utf-8", "replace")
-        for regex in self._regexes:
-            found = regex.search(self._tail, self._begin)
-            if found is not None:
-                start, end = (self._dropped + self._characters(offset) for offset in found)
-                return StopMatch(regex.pattern, start, end)
-        self._trim()
-        return None
+        found = self._regexes.search(self._tail, self._begin)
+        if found is None:
+            self._trim()
+            return None
+        pattern, *offsets = found
+        start, end = (self._dropped + self._characters(offset) for offset in offsets)
+        return StopMatch(pattern, start, end)
 
     def skip(self) -> None:
         """What the text holds so far shall not match."""
@@ -163,14 +190,18 @@ class StopMatcher:
         regexes: likewise, less important than any string.
     """
 
-    def __init__(self, stops: list[str], min_tokens: int, regexes: list[StopRegex] | None = None) -> None:
+    def __init__(self, stops: list[str], min_tokens: int, regexes: StopRegexes | None = None) -> None:
         self._automata = [_Automaton(stop) for stop in stops]
-        self._regexes = _RegexSearch(regexes) if regexes else None
+        self._regexes = None if regexes is None else _RegexSearch(regexes)
         self._min_tokens = min_tokens
         self._length = 0
 
     def feed(self, piece: str, num_tokens: int) -> StopMatch | None:
-        """Add the text that token number ``num_tokens`` completed; the match that it brought."""
+        """Add the text that token number ``num_tokens`` completed; the match that it brought.
+
+        Raises:
+            RequestError: as :meth:`StopRegexes.search`.
+        """
         winner: StopMatch | None = None
         for automaton in self._automata:
             found = automaton.feed(piece)

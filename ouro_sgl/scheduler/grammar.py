@@ -41,6 +41,10 @@ class NextTokens:
     complete: bool = False
     error: str | None = None
 
+    def allows_beside(self, ids: list[int]) -> bool:
+        """Whether ``bits`` allow any other id than these."""
+        return bool(int.from_bytes(self.bits, "little") & ~_bits(ids))
+
 
 class Grammars(Protocol):
     """What the scheduler needs of its grammars. Unknown and forgotten uids are ignored."""

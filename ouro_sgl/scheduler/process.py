@@ -29,6 +29,7 @@ from ouro_sgl.messages import (
     ControlReq,
     GenerateReq,
     RoundEvents,
+    SampleReq,
     SchedulerFailed,
     SchedulerReady,
     ShutdownReq,
@@ -184,6 +185,8 @@ class SchedulerProcess:
             for message in self.from_frontend.drain():
                 if isinstance(message, GenerateReq):
                     scheduler.add(message)
+                elif isinstance(message, SampleReq):
+                    scheduler.add_sample(message)
                 elif isinstance(message, AbortReq):
                     scheduler.abort(message.uids, message.cause)
                 elif isinstance(message, StopReq):

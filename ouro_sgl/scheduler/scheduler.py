@@ -47,6 +47,7 @@ from ouro_sgl.messages import (
     PromptLogprobs,
     Release,
     RoundEvents,
+    SampleReq,
     Segment,
     Started,
     StepPlan,
@@ -106,6 +107,7 @@ class Scheduler:
         self._plan_id = 0
         self._chunk_id = 0
         self._arrivals = 0
+        self._first: GenerateReq | None = None  # the newest request, of which samples may follow
         # Positions granted ahead of the running one: refilled to twice the rounds in flight before
         # the rounds that are already launched can use up what is left.
         self._grant_high = 2 * config.rounds_in_flight
@@ -115,6 +117,10 @@ class Scheduler:
 
     def add(self, message: GenerateReq) -> None:
         """Queue a request, or refuse it at once with a terminal message that carries a status."""
+        self._first = message
+        self._queue(message)
+
+    def _queue(self, message: GenerateReq) -> None:
         self.stats.requests += 1
         problem = self._problem(message)
         if problem is not None:
@@ -139,6 +145,12 @@ class Scheduler:
             self.waiting.hold(request, leader.uid)
         else:
             self.waiting.push(request)
+
+    def add_sample(self, message: SampleReq) -> None:
+        """Queue one more sample of the request that was added last; see :meth:`add`."""
+        if self._first is None:
+            raise IntegrityError(f"request {message.uid} is a sample of nothing")
+        self._queue(message.of(self._first))
 
     def abort(self, uids: list[int], cause: str = "Aborted by the client") -> None:
         """End these requests; unknown and finished ones are ignored."""
@@ -580,8 +592,12 @@ class Scheduler:
         if found is None or found.index < len(request.output_ids):
             return
         params = request.params
-        if found.complete and (not params.end_ids or found.index < params.min_new_tokens):
+        held = found.index < params.min_new_tokens  # no end id may come yet
+        if found.complete and (held or not params.end_ids):
             self._end(request, FinishReason.STOP_GRAMMAR)
+        elif held and not found.allows_beside(params.end_ids):
+            message = "the grammar failed: it asks for an end id that min_new_tokens does not allow yet"
+            self._end(request, FinishReason.ERROR, message)
         else:
             self._masked[request.uid] = request
 

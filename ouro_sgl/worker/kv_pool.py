@@ -36,9 +36,11 @@ class KVPool:
     def handed_out(self, slots: list[int]) -> None:
         """Called with the slots of every segment and grant; a no-op unless the pool is poisoned."""
         if self.poison:
-            index = torch.tensor(slots, device=self.keys.device)
-            self.keys[:, index] = torch.nan
-            self.values[:, index] = torch.nan
+            index = torch.tensor(slots)
+            if self.keys.device.type == "cuda":  # the host must not wait for launched rounds here either
+                index = index.pin_memory().to(self.keys.device, non_blocking=True)
+            self.keys.index_fill_(1, index, torch.nan)
+            self.values.index_fill_(1, index, torch.nan)
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key and value [M, kv_heads, head_dim] of one layer at slots [M] int64 (distinct)."""

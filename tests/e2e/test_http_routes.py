@@ -60,7 +60,7 @@ def test_server_info(served: Served) -> None:
     info = client.get("/server_info").json()
     assert info == client.get("/get_server_info").json()
     assert info["device"] == "mock"
-    assert info["internal_states"] == [{"running": 0}]
+    assert [state["running"] for state in info["internal_states"]] == [0]
     assert "api_key" not in info
 
 
@@ -108,7 +108,7 @@ def test_tokenize_and_detokenize(served: Served) -> None:
 def test_the_start_page_and_the_documentation(served: Served) -> None:
     client, _ = served
     page = client.get("/").text
-    for word in ("echo", "up to 4", "256 tokens", 'href="docs"', 'href="metrics"', "ouro_sgl 0."):
+    for word in ("echo", "up to 4", "256 tokens", "mock", 'href="docs"', 'href="metrics"', "ouro_sgl 0."):
         assert word in page
     assert client.get("/docs").status_code == 200
     schema = client.get("/openapi.json").json()
@@ -119,10 +119,10 @@ def test_the_start_page_and_the_documentation(served: Served) -> None:
 
 
 def test_metrics(served: Served) -> None:
-    client, _ = served
+    client, scheduler = served
 
-    def value(name: str) -> float:
-        text = client.get("/metrics").text
+    def value(name: str, text: str | None = None) -> float:
+        text = text or client.get("/metrics").text
         (line,) = [line for line in text.splitlines() if line.startswith(f"sglang:{name}{{")]
         return float(line.rpartition(" ")[2])
 
@@ -132,6 +132,17 @@ def test_metrics(served: Served) -> None:
     client.get("/health_generate")
     client.post("/generate", json={"text": ""})
     assert (value("num_requests_total"), value("generation_tokens_total")) == (before[0] + 2, before[1] + 6)
+    assert [value(name) for name in ("num_running_reqs", "num_queue_reqs", "token_usage")] == [0, 0, 0]
+    endless = {"text": ["a", "b"], "stream": True, "sampling_params": {"max_new_tokens": 200}}
+    pace, scheduler.round_seconds = scheduler.round_seconds, 0.1
+    try:
+        with client.stream("POST", "/generate", json=endless) as stream:
+            next(stream.iter_lines())
+            text = client.get("/metrics").text
+    finally:
+        scheduler.round_seconds = pace
+    assert value("num_running_reqs", text) + value("num_queue_reqs", text) == 2
+    assert value("token_usage", text) == 2 * 4 / 4096
 
 
 def test_unknown_routes_and_methods(served: Served) -> None:
@@ -186,6 +197,9 @@ def test_before_the_scheduler_is_ready(folder: Path) -> None:
             assert "starting" in refused.json()["error"]["message"]
         for path in ("/get_model_info", "/server_info", "/v1/models", "/flush_cache"):
             assert client.get(path).status_code == 503
+        metrics = client.get("/metrics").text
+        assert "sglang:num_refused_requests_total{" in metrics
+        assert "sglang:num_running_reqs" not in metrics  # nobody knows yet
         scheduler = start_scheduler(frontend)
         try:
             frontend.wait_healthy()

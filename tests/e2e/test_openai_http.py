@@ -10,6 +10,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -596,3 +597,19 @@ def test_the_documentation(served: Served) -> None:
     text = json.dumps(schema)
     names = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert names <= schema["components"]["schemas"].keys()
+
+
+def test_a_long_conversation_is_read_beside_everything_else(served: Served) -> None:
+    """Others are answered again and again while the server makes one prompt out of it."""
+    turns = [{"role": "user", "content": "a"}] * 100_000
+    body = {"messages": [*turns, {"role": "user", "content": "last" + END}]}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.http.post, "/v1/chat/completions", json=body, timeout=60.0)
+        answered = 0
+        while not answer.done():
+            assert (
+                httpx.get(f"{served.frontend.url}/health", timeout=60.0, trust_env=False).status_code == 200
+            )
+            answered += 1
+    assert answer.result().json()["choices"][0]["message"]["content"] == "last"
+    assert answered > 10

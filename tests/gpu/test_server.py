@@ -10,12 +10,13 @@ import aiohttp
 import pytest
 
 from ouro_sgl import Engine
-from tests.server import running_server
+from tests.server import start_server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 STREAMS = 64
 ALONE = 16  # of these: generated one by one
+START_SECONDS = 150.0  # kernels of every bucket may have to be compiled
 
 
 def prompt(index: int) -> str:
@@ -55,7 +56,8 @@ def test_concurrent_streams_equal_the_offline_engine() -> None:
         async with aiohttp.ClientSession(connector=connector) as session:
             return await asyncio.gather(*(stream(session, url, index) for index in range(STREAMS)))
 
-    with running_server(None, "--device", "cuda", "--num-slots", "200000") as server:
+    with start_server(None, "--device", "cuda", "--num-slots", "200000") as server:
+        server.wait_ready(START_SECONDS)
         online = asyncio.run(all_streams(server.url))
     for index, (got, expected) in enumerate(zip(online, offline, strict=True)):
         assert got["output_ids"] == expected["output_ids"], index

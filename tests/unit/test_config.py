@@ -117,6 +117,10 @@ def test_aliases_and_derived_flags(line: str, field: str, value: object) -> None
         ("--device cpu --static-buffers", ["--static-buffers", "runs on the CPU"]),
         ("--device cpu --single-stream", ["--single-stream", "runs on the CPU"]),
         ("--trust-remote-code", ["never run"]),
+        ("--enable-metrics", ["--enable-metrics is refused", "/metrics"]),
+        ("--tool-call-parser qwen", ["--tool-call-parser is refused"]),
+        ("--dp-size=2", ["--dp-size 2 is not served", "one server per GPU"]),
+        ("--prot 5", ["unknown flag --prot; the nearest is --port"]),
         ("--device cpu --mem-fraction-static 0.5", ["--kv-cache-memory-bytes", "--num-slots"]),
         ("--device cpu --memory-reserve-bytes 5", ["--kv-cache-memory-bytes"]),
         ("--mem-fraction-static 0.5 --gpu-memory-utilization 0.6", ["0.5", "0.6", "differently"]),
@@ -148,6 +152,12 @@ def test_refusals_say_why(line: str, words: list[str]) -> None:
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_a_flag_that_resembles_none_gets_no_false_hint() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("--enable-torch-compile")
+    assert str(caught.value) == "unknown flag --enable-torch-compile (--help lists all)"
 
 
 def test_a_command_without_http_says_so() -> None:

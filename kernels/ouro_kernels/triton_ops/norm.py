@@ -67,24 +67,25 @@ def _sandwich_kernel(
     BH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()  # few programs: let the next product ask for its weights at once
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     kind = x_ptr.dtype.element_ty
     d = tl.arange(0, BH)
     keep = d < H
+    weight_out = tl.load(weight_out_ptr + d, mask=keep, other=0.0)
+    weight_in = tl.load(weight_in_ptr + d, mask=keep, other=0.0)
+    if PDL:
+        gdc_launch_dependents()  # few programs: let the next product ask for its weights at once
+        gdc_wait()
     mixed = tl.zeros((BH,), tl.float32)
     for split in tl.static_range(SPLIT):  # in index order
         part = tl.load(partial_ptr + split * rows * H + row * H + d, mask=keep, other=0.0)
         mixed += part.to(tl.float32)
     mixed = mixed.to(kind).to(tl.float32)
-    weight_out = tl.load(weight_out_ptr + d, mask=keep, other=0.0).to(tl.float32)
-    weight_in = tl.load(weight_in_ptr + d, mask=keep, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + row * H + d, mask=keep, other=0.0).to(tl.float32)
-    h = (residual + _rms(mixed, weight_out, H, eps, kind)).to(kind)
+    h = (residual + _rms(mixed, weight_out.to(tl.float32), H, eps, kind)).to(kind)
     tl.store(residual_ptr + row * H + d, h, mask=keep)
-    tl.store(x_ptr + row * H + d, _rms(h.to(tl.float32), weight_in, H, eps, kind).to(kind), mask=keep)
+    x = _rms(h.to(tl.float32), weight_in.to(tl.float32), H, eps, kind)
+    tl.store(x_ptr + row * H + d, x.to(kind), mask=keep)
 
 
 def sandwich(

@@ -15,8 +15,9 @@ import pytest
 
 from ouro_sgl.config import ServerArgs
 from ouro_sgl.errors import RequestError
-from ouro_sgl.frontend.manager import TokenizerManager
+from ouro_sgl.frontend.manager import MAX_LOGPROBS, TokenizerManager
 from ouro_sgl.frontend.sampling import mix_seed
+from ouro_sgl.frontend.schema import GenerateBody
 from ouro_sgl.messages import AbortReq, GenerateReq, ShutdownReq, StopReq, TokenBatch
 from tests.frontend_server import VOCAB_SIZE, write_echo_checkpoint
 from tests.mock_scheduler import SLOW_ROUND, MockScheduler, exit_depth
@@ -155,6 +156,7 @@ async def test_batches_are_grouped_by_prompt(pair: Pair) -> None:
     assert [request.params.seed for request in requests] == [9, mix_seed(9, 1)] * 2
     assert len({request.uid for request in requests}) == 4
     assert (second.input_ids, fourth.input_ids) == (byte_ids("ab"), byte_ids("cd"))
+    assert scheduler.samples == 2  # a prompt is sent once
 
 
 async def test_prompts_without_a_seed_get_their_own(pair: Pair) -> None:
@@ -188,6 +190,25 @@ async def test_a_stop_string_is_reported_to_the_scheduler(pair: Pair) -> None:
     answer: Any = await manager.generate(ask("abcDEFx", sampling_params=sampling))
     assert answer["text"] == "abc"
     assert answer["meta_info"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stops_that_take_too_long_end_their_call_alone(
+    pair: Pair, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ouro_sgl.frontend.stops.MAX_DEBT", 0.0)
+    monkeypatch.setattr("ouro_sgl.frontend.stops.SECONDS_PER_LOOK", 0.0)
+    manager, scheduler = pair
+    hard = ask("hard", sampling_params={"max_new_tokens": 200, "stop_regex": "[0-9]", "n": 2})
+    other = asyncio.create_task(manager.generate(ask("hello")))
+    with pytest.raises(RequestError, match="takes too long") as caught:
+        await (exhaust(manager.stream(hard)) if stream else manager.generate(hard))
+    assert caught.value.status == 400
+    answer: Any = await other
+    assert answer["text"] == "hellohel"
+    await wait_for(lambda: scheduler.of_type(AbortReq))
+    ended = [r.uid for r in scheduler.of_type(GenerateReq) if r.input_ids == byte_ids("hard")]
+    assert sorted(scheduler.of_type(AbortReq)[0].uids) == sorted(ended)
 
 
 async def test_logprobs(pair: Pair) -> None:
@@ -296,6 +317,22 @@ async def test_one_bad_prompt_fails_the_batch_before_anything_runs(pair: Pair) -
     assert not manager._names
 
 
+async def test_log_probabilities_are_limited_over_the_whole_call(pair: Pair) -> None:
+    manager, scheduler = pair
+    tops = {"return_logprob": True, "top_logprobs_num": VOCAB_SIZE, "token_ids_logprob": [1] * VOCAB_SIZE}
+    tokens = MAX_LOGPROBS // (2 * VOCAB_SIZE)  # that they may be asked for
+    fits = tokens // 100
+    few: Any = await manager.generate(ask(sampling_params={"max_new_tokens": 100, "n": 2}, **tops))
+    assert len(few[1]["meta_info"]["output_top_logprobs"][99]) == VOCAB_SIZE
+    before = len(scheduler.of_type(GenerateReq))
+    with pytest.raises(RequestError, match=f"more than {MAX_LOGPROBS}"):
+        await manager.generate(ask(sampling_params={"max_new_tokens": 100, "n": fits + 1}, **tops))
+    scored = ask(["a" * 200] * (tokens // 200 + 1), sampling_params={"max_new_tokens": 0}, **tops)
+    with pytest.raises(RequestError, match=f"more than {MAX_LOGPROBS}"):
+        await manager.generate({**scored, "logprob_start_len": 0})
+    assert len(scheduler.of_type(GenerateReq)) == before
+
+
 async def test_prompt_limits(pair: Pair) -> None:
     manager, _ = pair
     one = {"max_new_tokens": 1}
@@ -359,7 +396,7 @@ async def test_flush_cache_and_info(slow_pair: Pair) -> None:
     await anext(stream)
     reply = await manager.flush_cache()
     assert (reply.ok, reply.message) == (False, "1 requests run")
-    assert await manager.scheduler_info() == {"running": 1}
+    assert (await manager.scheduler_info())["running"] == 1
     await stream.aclose()  # type: ignore[attr-defined]
 
 
@@ -484,3 +521,18 @@ async def test_an_abort_reaches_a_call_that_is_still_tokenized(pair: Pair, by_na
     # nothing is remembered: an old abort does not hit a later call of the same name
     later: Any = await manager.generate(ask(rid="a", sampling_params={"max_new_tokens": 2}))
     assert later["meta_info"]["finish_reason"]["type"] == "length"
+
+
+async def test_an_abort_reaches_a_call_that_is_still_read(pair: Pair) -> None:
+    manager, _ = pair
+    body = GenerateBody(text="x", rid="r", sampling_params={"max_new_tokens": 200})
+    with manager.preparing() as since:
+        manager.abort("r")
+        call = await manager.submit(body, since=since)
+    answer: Any = await call.answer()
+    manager.release(call)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    later = await manager.submit(body)
+    answer = await later.answer()
+    manager.release(later)
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"

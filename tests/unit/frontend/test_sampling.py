@@ -181,6 +181,16 @@ def test_the_output_fits_into_the_context() -> None:
         row(60, min_new_tokens=5)
 
 
+def test_min_new_tokens_must_leave_some_token_to_sample() -> None:
+    everything = list(range(LIMITS.vocab_size))
+    with pytest.raises(RequestError, match="leaves no token"):
+        parse(min_new_tokens=1, stop_token_ids=everything)
+    assert row(min_new_tokens=1, stop_token_ids=everything[1:], ignore_eos=True).end_ids == []
+    assert row(stop_token_ids=everything).end_ids == everything
+    one_left = [token_id for token_id in everything if token_id not in (0, 2, 5)]
+    assert len(row(min_new_tokens=1, stop_token_ids=one_left).end_ids) == 99
+
+
 def test_a_small_pool_is_told_with_both_numbers() -> None:
     small = replace(LIMITS, served_length=32)
     assert row(30, small).max_new_tokens == 2

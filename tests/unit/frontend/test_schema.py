@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from ouro_sgl.errors import RequestError
@@ -69,6 +70,23 @@ def test_odd_characters_are_kept(text: str) -> None:
     import orjson
 
     assert decode_body(orjson.dumps({"text": text, "unknown": 1})).text == text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("exit_mode", "ouro"),
+        ("min_loops", 1),
+        ("max_loops", 2),
+        ("exit_threshold", 0.0),
+        ("exit_trace", []),
+        ("trace_id", "a"),
+    ],
+)
+def test_a_key_of_the_loop_beside_sampling_params_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(SchemaError, match=f"^{name} belongs into sampling_params"):
+        decode_body(msgspec.json.encode({"text": "a", name: value}))
+    assert decode_body(msgspec.json.encode({"text": "a", name: None})).text == "a"
 
 
 def test_null_and_absent_are_the_same() -> None:

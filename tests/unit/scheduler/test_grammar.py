@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from ouro_sgl.messages import FinishReason, GenerateReq, RoundEvents, RowParams
 from ouro_sgl.scheduler.grammar import CACHED_GRAMMARS, GrammarEngine, NextTokens
 from tests.models import byte_ids, byte_tokenizer, metaspace_tokenizer
-from tests.utils_scheduler import VOCAB, Simulation, make_config, make_scheduler
+from tests.utils_scheduler import VOCAB, Simulation, grammar_ids, make_config, make_scheduler
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -58,6 +58,23 @@ def test_end_ids_that_must_wait_do_not_leave_a_complete_grammar_without_tokens()
     finished = sim.answers[uid].finished
     assert finished is not None
     assert (finished.reason, finished.num_tokens) == (FinishReason.STOP_GRAMMAR, 3)
+
+
+def test_a_grammar_that_asks_for_an_end_id_too_early_fails() -> None:
+    sim = Simulation(make_config(), seed=1)
+    ends = sorted(grammar_ids("7 20", 0))
+    uid = sim.submit(PROMPT, max_new_tokens=20, min_new_tokens=1, end_ids=ends, grammar="7 20")
+    in_time = sim.submit(PROMPT, max_new_tokens=20, end_ids=ends, grammar="7 20")
+    for _ in range(100_000):
+        if sim.scheduler.idle:
+            break
+        sim.tick()
+    failed, ended = sim.answers[uid].finished, sim.answers[in_time].finished
+    assert failed is not None
+    assert (failed.reason, failed.num_tokens) == (FinishReason.ERROR, 0)
+    assert "min_new_tokens" in (failed.message or "")
+    assert ended is not None
+    assert (ended.reason, ended.num_tokens) == (FinishReason.STOP_ID, 1)
 
 
 def test_a_failed_grammar_ends_one_request() -> None:

@@ -11,6 +11,7 @@ from ouro_sgl.messages import (
     GenerateReq,
     RoundEvents,
     RowParams,
+    SampleReq,
     StepPlan,
     TopLogprobs,
     WorkerReady,
@@ -428,6 +429,24 @@ def test_siblings_wait_for_the_prompt_of_their_leader() -> None:
     admits = plan_of(scheduler).admits
     assert [a.cached_len for a in admits] == [4, 4]
     scheduler.check_integrity()
+
+
+def test_samples_are_their_leader_s_request_with_a_seed_of_their_own() -> None:
+    scheduler = make_scheduler()
+    first = GenerateReq(0, PROMPT, RowParams(max_new_tokens=3, seed=7, bias_ids=[5], bias_values=[1.0]))
+    scheduler.add(first)
+    scheduler.add_sample(SampleReq(1, 8))
+    scheduler.abort([0])
+    scheduler.add_sample(SampleReq(2, 9))  # its leader is long gone
+    second, third = scheduler.requests[1], scheduler.requests[2]
+    assert (second.params.seed, third.params.seed, first.params.seed) == (8, 9, 7)
+    assert (second.leader, third.leader) == (0, 0)
+    # However many there are, what they share exists once.
+    assert second.input_ids is third.input_ids is first.input_ids
+    assert second.params.bias_ids is third.params.bias_ids is first.params.bias_ids
+    assert len(plan_of(scheduler).admits) == 2
+    with pytest.raises(IntegrityError):
+        make_scheduler().add_sample(SampleReq(1, 8))
 
 
 def test_siblings_go_on_when_their_leader_ends_early() -> None:
