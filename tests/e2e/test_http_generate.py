@@ -300,9 +300,9 @@ def test_a_client_that_sends_all_before_it_reads_learns_that_it_was_too_much(
     served: Served, chunked: bool
 ) -> None:
     host, port = served[2].url.removeprefix("http://").split(":")
-    piece, count = b" " * (1 << 20), 32  # more than the buffers of a connection take
+    piece, count = b" " * (1 << 20), 16  # more than the buffers of a connection take
     length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % (count * len(piece))
-    with socket.create_connection((host, int(port)), timeout=30.0) as raw:
+    with socket.create_connection((host, int(port)), timeout=100.0) as raw:
         raw.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + length + b"\r\n\r\n")
         for _ in range(count):
             raw.sendall(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
@@ -317,7 +317,7 @@ def test_a_client_that_sends_all_before_it_reads_learns_that_it_was_too_much(
 
 def test_a_body_that_is_announced_too_long_is_refused_before_it_comes(served: Served) -> None:
     host, port = served[2].url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30.0) as raw:
+    with socket.create_connection((host, int(port)), timeout=100.0) as raw:
         raw.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (1 << 40))
         answer = b""
         while part := raw.recv(1 << 16):  # to the end: the connection is not kept for ever
