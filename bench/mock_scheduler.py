@@ -34,7 +34,7 @@ def main() -> None:
     context: zmq.Context = zmq.Context()
     receiver: Receiver = Receiver(context, Edge.FRONTEND_TO_SCHEDULER, ipc_dir, bind=True)
     sender = Sender(context, Edge.SCHEDULER_TO_FRONTEND, ipc_dir, bind=True)
-    ready = SchedulerReady(TOTAL_LOOPS, vocab_size, 65536, 65536, 1 << 20, 1 << 16, False, {})
+    ready = SchedulerReady(TOTAL_LOOPS, vocab_size, 65536, 65536, 1 << 20, 1 << 16, False, {"device": "mock"})
     while True:
         try:
             sender.send(ready)
