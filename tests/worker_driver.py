@@ -178,7 +178,9 @@ class Driver:
         return self.eager or self.random.random() < probability
 
     def _drain(self, requests: list[Request]) -> bool:
-        for _ in range(1000):
+        """Whether the worker comes to rest: rounds launched ahead may still run on a device."""
+        deadline = time.monotonic() + 60
+        while not self.worker.idle and time.monotonic() < deadline:
             events = self.worker.step()
             if events is not None:
                 self._take(events, requests)
