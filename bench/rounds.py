@@ -1,9 +1,11 @@
 """Decode rounds against their byte floor, through the worker's real loop.
 
-    python -m bench.rounds [--cells 1024x1,1024x32] [--outputs 24] [--pdl on,off] [--profile] [--beside]
+    python -m bench.rounds [--cells 1024x1,1024x32] [--outputs 24] [--pdl on,off] [--stream-rows 16,0]
+                           [--profile] [--beside]
 
 Needs a CUDA device. Depth is 4 for every token, prompts count as cached; a round's floor is its bytes
 over the copy bandwidth measured in the same run. 6 cells take about 15 s beside start and compiling.
+``--stream-rows``: up to how many rows products ask for their weights ahead (cuda_round.STREAM_ROWS).
 """
 
 from __future__ import annotations
@@ -19,19 +21,29 @@ from bench.attention import copy_bandwidth
 from bench.cells import run_all
 from bench.gpu import Bench, config_1_4b, filled_pool, make_model, round_bytes
 from ouro_sgl.models.ouro import OuroModel
+from ouro_sgl.worker import cuda_round
 
 CELLS = "1024x1,1024x32,1024x128,4096x16,16384x4,65408x1"
 
 
 def run_cell(
-    model: OuroModel, cell: str, outputs: int, copy: float, variant: str, *, profile: bool, beside: bool
+    model: OuroModel,
+    cell: str,
+    outputs: int,
+    copy: float,
+    pdl: str,
+    stream_rows: int,
+    *,
+    profile: bool,
+    beside: bool,
 ) -> None:
     """Print one line for a cell, and with ``profile`` the time of each kernel and between rounds."""
     context, rows = map(int, cell.split("x"))
+    cuda_round.STREAM_ROWS = stream_rows
     spare = 1 if beside else 0
     depths = [[4] * outputs for _ in range(rows + spare)]
     pool = filled_pool(model, (rows + spare) * (context + outputs) * model.config.total_loops)
-    bench = Bench(model, rows, context, outputs, pdl=variant != "off", spare=spare, pool=pool)
+    bench = Bench(model, rows, context, outputs, pdl=pdl == "on", spare=spare, pool=pool)
     bench.restart(depths)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     if profile:
@@ -44,8 +56,9 @@ def run_cell(
     floor += config.vocab_size * config.hidden_size * 2 // 4  # lm_head in one round of four
     per_round = seconds / rounds
     print(
-        f"{cell} pdl {variant}{' beside a prefill' if beside else ''}: {per_round * 1e6:.0f} us per round, "
-        f"{floor / copy / per_round:.1%} of the floor ({floor / copy * 1e6:.0f} us)",
+        f"{cell} pdl {pdl}, stream up to {stream_rows}{' beside a prefill' if beside else ''}: "
+        f"{per_round * 1e6:.0f} us per round, {floor / copy / per_round:.1%} of the floor "
+        f"({floor / copy * 1e6:.0f} us)",
         flush=True,
     )
     if profile:
@@ -84,6 +97,7 @@ def main() -> None:
         choices=("on", "off", "on,off"),
         help="programmatic dependent launch",
     )
+    parser.add_argument("--stream-rows", default=str(cuda_round.STREAM_ROWS))
     parser.add_argument(
         "--profile", action="store_true", help="print the time of each kernel and between rounds"
     )
@@ -96,9 +110,13 @@ def main() -> None:
     model = make_model(config_1_4b(options.layers))
     run = partial(run_cell, model, copy=copy, profile=options.profile, beside=options.beside)
     run_all(
-        (f"{cell} pdl {variant}", partial(run, cell=cell, outputs=options.outputs, variant=variant))
+        (
+            f"{cell} pdl {pdl}, stream up to {stream_rows}",
+            partial(run, cell=cell, outputs=options.outputs, pdl=pdl, stream_rows=int(stream_rows)),
+        )
         for cell in options.cells.split(",")
-        for variant in options.pdl.split(",")
+        for pdl in options.pdl.split(",")
+        for stream_rows in options.stream_rows.split(",")
     )
 
 

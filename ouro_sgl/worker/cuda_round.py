@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from ouro_kernels.triton_ops import attention, gemm, norm, sampling, state
+from ouro_kernels.triton_ops import attention, gemm, norm, sampling, state, stream
 
 from ouro_sgl.messages import ExitMode, FinishReason, TopLogprobs
 from ouro_sgl.models.config import OuroConfig
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 VOCABULARY_BLOCK = 1024
 SELECT_BLOCK = 4096
+STREAM_ROWS = 16  # up to so many rows, products ask for their weights before the kernel before has ended
 # Lines of the event block, see ``advance_kernel``; the lambdas follow, one line per loop.
 COUNTS_LINE, REPORTS_LINE, LAMBDA_LINES = 7, 8, 9
 
@@ -413,10 +414,13 @@ class CudaRounds:
         out = self._partial[: out_splits * bucket * hidden].view(out_splits, bucket, hidden)
         down = self._partial[: down_splits * bucket * hidden].view(down_splits, bucket, hidden)
         table = rows.slot_table.view(-1, rows.slot_table.shape[2])
+        early = pdl and bucket <= STREAM_ROWS and stream.supported(model.device, model.dtype)
+        products = stream if early else gemm
+        linear, gate_up = products.linear, products.gate_up
         norm.enter(rows.hidden, self._lanes, self._count, layers[0].input_norm, residual, x, eps)
         for index, layer in enumerate(layers):
             keys, values = self._pool.keys[index], self._pool.values[index]
-            gemm.linear(x, layer.qkv, qkv, tiles.qkv, pdl=pdl)
+            linear(x, layer.qkv, qkv, tiles.qkv, pdl=pdl)
             attention.decode_attention(
                 qkv[0],
                 keys,
@@ -429,12 +433,13 @@ class CudaRounds:
                 config.head_dim**-0.5,
                 self._programs,
                 pdl=pdl,
+                early=early,
             )
             flat = mixed.view(bucket, -1)
-            gemm.linear(flat, layer.attention_out, out, tiles.out, out_splits, pdl=pdl)
+            linear(flat, layer.attention_out, out, tiles.out, out_splits, pdl=pdl)
             norm.sandwich(out, residual, layer.attention_norm, layer.mlp_input_norm, x, eps, pdl)
-            gemm.gate_up(x, layer.gate_up, inner, tiles.gate_up, pdl)
-            gemm.linear(inner, layer.down, down, tiles.down, down_splits, pdl=pdl)
+            gate_up(x, layer.gate_up, inner, tiles.gate_up, pdl)
+            linear(inner, layer.down, down, tiles.down, down_splits, pdl=pdl)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else model.final_norm
             norm.sandwich(down, residual, layer.mlp_norm, following, x, eps, pdl)
 

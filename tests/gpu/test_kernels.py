@@ -85,6 +85,41 @@ def test_gate_up(dtype: torch.dtype) -> None:
     assert relative_error(out, gemm.gate_up_twin(x, weight)) < tolerance(dtype)
 
 
+@pytest.mark.parametrize(
+    ("columns", "inner", "splits", "block_k"),
+    [(6144, 2048, 1, 128), (2048, 2048, 4, 128), (2048, 5632, 2, 128), (259, 96, 1, 32), (64, 16, 1, 16)],
+)
+def test_linear_ahead_has_the_bits_of_linear(columns: int, inner: int, splits: int, block_k: int) -> None:
+    from ouro_kernels.triton_ops import gemm, stream
+
+    if not stream.supported(torch.device("cuda"), torch.bfloat16):
+        pytest.skip("these kernels need compute capability 9")
+    weight = (torch.randn(columns, inner, device="cuda") / inner**0.5).bfloat16()
+    for rows, block_m in ((1, 16), (7, 16), (16, 16), (33, 32)):
+        x = torch.randn(rows, inner, device="cuda").bfloat16()
+        tile = gemm.GemmTile(block_m, 64, block_k, 4, 4, swap=True)
+        out, expected = (poisoned(splits, rows, columns, dtype=torch.float32) for _ in range(2))
+        gemm.linear(x, weight, expected, tile, splits)
+        stream.linear(x, weight, out, tile, splits)
+        assert torch.equal(out, expected), rows
+
+
+@pytest.mark.parametrize(("width", "inner", "block_k"), [(5632, 2048, 128), (96, 64, 64), (40, 48, 16)])
+def test_gate_up_ahead_has_the_bits_of_gate_up(width: int, inner: int, block_k: int) -> None:
+    from ouro_kernels.triton_ops import gemm, stream
+
+    if not stream.supported(torch.device("cuda"), torch.bfloat16):
+        pytest.skip("these kernels need compute capability 9")
+    weight = (torch.randn(2 * width, inner, device="cuda") / inner**0.5).bfloat16()
+    for rows, block_m in ((1, 16), (16, 16), (33, 32)):
+        x = torch.randn(rows, inner, device="cuda").bfloat16()
+        tile = gemm.GemmTile(block_m, 64, block_k, 4, 3, swap=True)
+        out, expected = (poisoned(rows, width, dtype=torch.bfloat16) for _ in range(2))
+        gemm.gate_up(x, weight, expected, tile)
+        stream.gate_up(x, weight, out, tile)
+        assert torch.equal(out, expected), rows
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [2048, 96])
 def test_norms(dtype: torch.dtype, width: int) -> None:

@@ -137,6 +137,7 @@ def _decode_kernel(
     LONG_GROUP: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     items = tl.load(num_items_ptr) * HEADS
@@ -149,6 +150,8 @@ def _decode_kernel(
     SHARE: tl.constexpr = HEADS // KV_HEADS
     if PDL:
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     for work in tl.range(tl.program_id(0), items, tl.num_programs(0)):
         item = work // HEADS
         head = work % HEADS
@@ -242,7 +245,7 @@ def _decode_kernel(
                     partial_ptr, peak_ptr, total_ptr, begin, begin + groups, head, HEADS, D, UNROLL
                 )
                 tl.store(out_ptr + (lane.to(tl.int64) * HEADS + head) * D + d, (acc / total).to(kind))
-    if PDL:
+    if PDL and not EARLY:
         gdc_launch_dependents()
 
 
@@ -345,12 +348,14 @@ def decode_attention(
     stages: int = 2,
     warps: int = 2,
     pdl: bool = False,
+    early: bool = False,
 ) -> None:
     """Per lane of ``work``: K and V of its new position to their slot, then attention over all its slots.
 
     qkv [B, (heads + 2 kv_heads) * D], before rope; keys, values [num_slots, kv_heads, D] of one layer;
     table int32 [T * rows, max_length]; cos, sin [max_position, D / 2]; out [B, heads, D]. Lanes that
-    ``work`` does not hold are not written.
+    ``work`` does not hold are not written. ``early``: under ``pdl`` the next kernel may start as soon as
+    all programs have, for one that asks for its weights meanwhile (``stream``).
     """
     _, heads, head_dim = out.shape
     _decode_kernel[(programs,)](
@@ -384,6 +389,7 @@ def decode_attention(
         UNROLL=UNROLL,
         STAGES=stages,
         **SIZES,
+        EARLY=early,
         PDL=pdl,
         num_warps=warps,
         maxnreg=MAX_REGISTERS,
