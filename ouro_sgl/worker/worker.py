@@ -222,7 +222,10 @@ class Worker:
         self.launching_chunk = True
         try:
             work = self._executor.launch_chunk(
-                Chunk(chunk.chunk_id, segments), self._prompts, self.between_layers
+                Chunk(chunk.chunk_id, segments),
+                self._prompts,
+                self.between_layers,
+                beside=bool(self._running),
             )
         finally:
             self.launching_chunk = False
