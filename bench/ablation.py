@@ -1,7 +1,6 @@
 """What each switch of the stack gains: the full stack against the same stack without it, in one process.
 
     python -m bench.ablation [--cells 1024x1,1024x32] [--depths trace] [--switches graphs,overlap]
-                             [--decode-sms 32,64]
 
 Needs a CUDA device. Each cell builds a worker per switch around one model and one K/V pool. A repeat of a
 worker is the work of a closed loop with 128 outputs per request, cut to 16 to 32 outputs: C rows decode
@@ -10,11 +9,9 @@ into them. Workers run in turn, every second time in reverse; the ratio is the m
 the output tokens per second with the switch to those without it. A switch "loses" below 0.98.
 
 Switches: ``graphs``; ``overlap`` (4 rounds in flight, not 1); ``streams`` (two, not one);
-``parts`` (decode keeps SMs of its own beside a prefill);
 ``static`` (buffers; graphs need them, so that this compares two eager stacks); ``undelayed`` (a token
 leaves at the loop that lets it, not one loop later, as policies ouro and ouro_delayed: here depths from a
 trace, as random weights have no gate worth the name). ``trace`` is depths 2, 3, 4 with 65, 30, 5 percent.
-``--decode-sms``: also against other parts than DECODE_SMS.
 """
 
 from __future__ import annotations
@@ -35,26 +32,14 @@ from ouro_sgl.models.ouro import OuroModel
 CELLS = "1024x1,1024x32,1024x128,4096x16,16384x4"
 CLOSED_LOOP_OUTPUTS = 128
 LEAST = 0.98
-DECODE_SMS = 48
 # what a worker is built without, by the switch that is off
 WITHOUT: dict[str, dict[str, object]] = {
     "graphs": {"graphs": False},
     "overlap": {"rounds_in_flight": 1},
     "streams": {"single_stream": True},
-    "parts": {"decode_sms": 0},
     "static": {"graphs": False, "static_buffers": False},
     "undelayed": {},
 }
-
-
-def without(switch: str | None) -> dict[str, object]:
-    """What a worker is built with: the full stack, without a switch, or with ``decode_sms N`` instead."""
-    full: dict[str, object] = {"decode_sms": DECODE_SMS}
-    if switch is None:
-        return full
-    if switch.startswith("decode_sms "):
-        return {"decode_sms": int(switch.split()[1])}
-    return full | WITHOUT[switch]
 
 
 @dataclass
@@ -88,7 +73,7 @@ def run_cell(model: OuroModel, cell: str, depths: str, switches: list[str], seco
     pool = filled_pool(model, slots)
 
     def arm(off: str | None) -> Arm:
-        bench = Bench(model, rows, context, outputs, spare=spare, pool=pool, **without(off))
+        bench = Bench(model, rows, context, outputs, spare=spare, pool=pool, **WITHOUT.get(off, {}))
         return Arm(bench, make_depths(depths, rows + spare, outputs, int(off == "undelayed")), [])
 
     full = arm(None)
@@ -110,12 +95,12 @@ def run_cell(model: OuroModel, cell: str, depths: str, switches: list[str], seco
         flush=True,
     )
     print(f"    {'full stack':20}{statistics.median(full.rates):9.1f} tok/s", flush=True)
-    for name, other in arms.items():
+    for name, without in arms.items():
         on = arms["graphs"] if name == "static" else full
-        ratios = [a / b for a, b in zip(on.rates, other.rates, strict=True)]
+        ratios = [a / b for a, b in zip(on.rates, without.rates, strict=True)]
         ratio = statistics.median(ratios)
         print(
-            f"    {'without ' + name:20}{statistics.median(other.rates):9.1f} tok/s, gains {ratio:.3f} "
+            f"    {'without ' + name:20}{statistics.median(without.rates):9.1f} tok/s, gains {ratio:.3f} "
             f"({min(ratios):.3f} .. {max(ratios):.3f}){' LOSES' if ratio < LEAST else ''}",
             flush=True,
         )
@@ -130,14 +115,12 @@ def main() -> None:
     parser.add_argument("--switches", default=",".join(WITHOUT), help="static needs graphs")
     parser.add_argument("--seconds", type=float, default=8.0, help="per cell; two repeats always run")
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--decode-sms", default="", help="other parts to compare with")
     options = parser.parse_args()
     switches = options.switches.split(",")
     if unknown := set(switches) - set(WITHOUT):
         parser.error(f"unknown switches: {', '.join(sorted(unknown))}")
     if "static" in switches and "graphs" not in switches:
         parser.error("static is compared with the stack without graphs: give both")
-    switches += [f"decode_sms {count}" for count in options.decode_sms.split(",") if count]
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}", flush=True)
     model = make_model(config_1_4b(options.layers))
     run_all(

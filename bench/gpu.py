@@ -76,7 +76,6 @@ class Bench:
     graphs: bool = True
     static_buffers: bool = True
     single_stream: bool = False
-    decode_sms: int = 0
     pdl: bool = True
     spare: int = 0
     pool: KVPool | None = None
@@ -111,7 +110,6 @@ class Bench:
             graphs=self.graphs,
             static_buffers=self.static_buffers,
             single_stream=self.single_stream,
-            decode_sms=self.decode_sms,
             pdl=self.pdl,
         )
         self.worker = Worker(rows, pool, executor, settings)

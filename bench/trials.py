@@ -65,7 +65,6 @@ EXECUTIONS = {
     "eager": Execution(Mode(graphs=False)),
     "eager, synchronous, one stream": Execution(ALONE.mode, rounds_in_flight=1),
     "one stream": Execution(Mode(single_stream=True)),
-    "two streams on all SMs": Execution(Mode(decode_sms=0)),
     "many rows": Execution(rows=128, crowded=True),
     "many rows, padded to powers of two": Execution(Mode(power_of_two=True), rows=128, crowded=True),
     "no static buffers": Execution(Mode(graphs=False, static_buffers=False)),

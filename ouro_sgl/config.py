@@ -278,14 +278,6 @@ class ServerArgs:
     single_stream: bool | None = _setting(
         None, ROUNDS, "run prefill chunks between rounds, not beside them; GPU only", auto="off, on a GPU"
     )
-    decode_sms: int | None = _setting(
-        None,
-        ROUNDS,
-        "SMs that rounds keep while a prefill chunk runs beside them on the others; 0: both on all; GPU only",
-        unit="SMs",
-        minimum=0,
-        auto="37 percent of the GPU's, in eights",
-    )
     pad_to_power_of_two: bool | None = _setting(
         None,
         ROUNDS,
@@ -378,7 +370,6 @@ GPU_ONLY = (
     "cuda_graph_memory_reserve_bytes",
     "static_buffers",
     "single_stream",
-    "decode_sms",
     "pad_to_power_of_two",
 )
 
@@ -405,8 +396,6 @@ def _check_device(args: ServerArgs) -> None:
     static = args.static_buffers is not False
     if not static and args.cuda_graphs:
         raise ConfigError("--cuda-graphs needs --static-buffers: a graph replays fixed addresses")
-    if args.single_stream and args.decode_sms:
-        raise ConfigError(f"--decode-sms {args.decode_sms} needs two streams, and --single-stream is one")
     if not static and args.pad_to_power_of_two:
         raise ConfigError("--pad-to-power-of-two needs --static-buffers")
     if args.cuda_graphs is False or not static:

@@ -17,13 +17,11 @@ from ouro_sgl.worker.kv_pool import KVPool, requested_slots
 from ouro_sgl.worker.prefill import Prompt
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
-from ouro_sgl.worker.sm_partition import GRANULE
 from ouro_sgl.worker.worker import Worker, WorkerSettings
 
 DEFAULT_FRACTION = 0.9
 DEFAULT_RESERVE = 256 << 20
 GRAPH_RESERVE = 1 << 30
-DECODE_SHARE = 37  # percent of the SMs that decode keeps beside a prefill, see bench/LOG.md
 
 
 def build_cuda(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, WorkerReady]:
@@ -49,14 +47,12 @@ def build_cuda(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, Worker
     # Kernels of a chunk compile at their first launch: here, and not while rows wait for rounds. One
     # that starts behind a cached position needs them all.
     end = min(18, settings.max_length)
-    for beside in (False, executor.parts is not None):
-        run_chunk(executor, rows, 1, end, [0] * end * rows.total_loops, checkpoint, beside=beside)
+    run_chunk(executor, rows, 1, end, [0] * end * rows.total_loops, checkpoint)
     info = {
         "attention_backend": "triton",
         "cuda_graphs": executor.graphs,
         "prefill_row_counts": executor.prefill_row_counts,
         "single_stream": bool(args.single_stream),
-        "decode_sms": executor.parts.decode_sms if executor.parts else 0,
         "device_name": torch.cuda.get_device_name(checkpoint.device),
         "chunked_prefill_size": chunk,
     }
@@ -114,20 +110,8 @@ def make_executor(
         max_graphs=args.cuda_graph_max_graphs,
         static_buffers=args.static_buffers is not False,
         single_stream=bool(args.single_stream),
-        decode_sms=decode_sms(args, checkpoint.device),
         power_of_two=bool(args.pad_to_power_of_two),
     )
-
-
-def decode_sms(args: ServerArgs, device: torch.device) -> int:
-    """Raises ConfigError if that would leave prefill none."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    asked = args.decode_sms
-    if asked is None:
-        return 0 if args.single_stream else sms * DECODE_SHARE // 100 // GRANULE * GRANULE
-    if asked > sms - GRANULE:
-        raise ConfigError(f"--decode-sms {asked}: the GPU has {sms} SMs, and prefill needs {GRANULE} of them")
-    return asked
 
 
 def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
@@ -143,13 +127,10 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
     )
     rows = build.make_rows(probe, checkpoint)
     pool = KVPool(checkpoint.config, probe_tokens * loops, checkpoint.dtype, device)
-    executor = make_executor(args, checkpoint, probe, rows, pool, chunk, graphs=False)
     torch.cuda.reset_peak_memory_stats(device)
-    resting = torch.cuda.memory_allocated(device)
+    executor = make_executor(args, checkpoint, probe, rows, pool, chunk, graphs=False)
     run_chunk(executor, rows, 0, probe_tokens, list(range(probe_tokens * loops)), checkpoint)
     peak = torch.cuda.max_memory_allocated(device) - probe_tokens * loops * checkpoint.slot_bytes
-    if executor.parts is not None:
-        peak += torch.cuda.max_memory_allocated(device) - resting  # torch keeps a chunk's memory per stream
     del executor, pool, rows
     gc.collect()
     torch.cuda.empty_cache()
@@ -181,20 +162,12 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
 
 
 def run_chunk(
-    executor: CudaExecutor,
-    rows: Rows,
-    start: int,
-    end: int,
-    slots: list[int],
-    checkpoint: Checkpoint,
-    *,
-    beside: bool = False,
+    executor: CudaExecutor, rows: Rows, start: int, end: int, slots: list[int], checkpoint: Checkpoint
 ) -> None:
     """One chunk of a prompt on row 0, which no request has yet. slots: of positions 0 .. end, [T * end]."""
     with executor.prefilling():
         tokens = torch.zeros(end, dtype=torch.int64, device=checkpoint.device)
         prompt = Prompt(0, 0, tokens, 0, 0, LogprobWish(0, ()))
         rows.set_prompt_slots(0, 0, slots)
-    chunk = Chunk(0, [Segment(0, 0, start, end, [])])
-    executor.launch_chunk(chunk, {0: prompt}, lambda: None, beside=beside).result()
+    executor.launch_chunk(Chunk(0, [Segment(0, 0, start, end, [])]), {0: prompt}, lambda: None).result()
     torch.cuda.synchronize()

@@ -17,7 +17,6 @@ from ouro_sgl.worker.prefill import Prompt
 from ouro_sgl.worker.round import Head
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
-from ouro_sgl.worker.sm_partition import Partition, partition
 from ouro_sgl.worker.update import replace_weights
 
 FINE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
@@ -36,13 +35,11 @@ def row_buckets(max_rows: int, *, power_of_two: bool) -> list[int]:
 
 
 class CudaExecutor:
-    """Rounds on a decode stream, chunks on a prefill stream.
+    """Rounds on the decode stream (high priority), chunks beside them on the prefill stream.
 
-    While a chunk runs beside rounds, both are on streams of the ``decode_sms`` SMs that decode keeps and of
-    the others; else on streams of the whole device, decode's with high priority. With ``single_stream``
-    all share one. Work that changes streams waits for what was launched before it. Row state and the
-    table columns of running rows are written where rounds run, those of PREFILL rows where chunks do;
-    a prompt's last hidden state crosses over only after the host has seen its chunk's event.
+    With ``single_stream`` both share one. Row state and the table columns of running rows are
+    written on the decode stream alone, those of PREFILL rows on the prefill stream alone; a prompt's
+    last hidden state crosses over only after the host has seen its chunk's event.
     """
 
     def __init__(
@@ -60,24 +57,17 @@ class CudaExecutor:
         max_graphs: int | None = None,
         static_buffers: bool = True,
         single_stream: bool = False,
-        decode_sms: int = 0,
         power_of_two: bool = False,
         pdl: bool = True,
     ) -> None:
         self._model = model
-        self._sms = torch.cuda.get_device_properties(model.device).multi_processor_count
-        self._whole_decode = torch.cuda.Stream(model.device, priority=-1)
-        self._whole_prefill = self._whole_decode if single_stream else torch.cuda.Stream(model.device)
-        self.parts: Partition | None = None
-        if decode_sms and not single_stream:
-            self.parts = partition(model.device, decode_sms)
-        self._decode, self._prefill = self._whole_decode, self._whole_prefill
-        self._chunk: PendingChunk | None = None  # the newest
+        self.decode_stream = torch.cuda.Stream(model.device, priority=-1)
+        self.prefill_stream = self.decode_stream if single_stream else torch.cuda.Stream(model.device)
         torch.cuda.synchronize()
-        with self.prefilling():
-            self._chunks = CudaPrefill(model, rows, pool, max_chunk, self.parts)
+        with torch.cuda.stream(self.prefill_stream):
+            self._prefill = CudaPrefill(model, rows, pool, max_chunk)
         torch.cuda.synchronize()
-        with self.decoding():
+        with torch.cuda.stream(self.decode_stream):
             self._rounds = CudaRounds(
                 model,
                 rows,
@@ -92,17 +82,12 @@ class CudaExecutor:
                 static_buffers=static_buffers,
                 pdl=pdl,
             )
-            self._rounds.capture(self._sms)
         torch.cuda.synchronize()
-        if self.parts is not None:
-            with torch.cuda.stream(self.parts.decode):
-                self._rounds.capture(self.parts.decode_sms)
-            torch.cuda.synchronize()
 
     @property
     def prefill_row_counts(self) -> dict[str, tuple[int, ...]]:
         """Row counts that prefill products are padded to, by weight."""
-        return self._chunks.row_counts
+        return self._prefill.row_counts
 
     @property
     def graphs(self) -> list[int]:
@@ -115,41 +100,20 @@ class CudaExecutor:
         torch.cuda.synchronize()
 
     def decoding(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._decode)
+        return torch.cuda.stream(self.decode_stream)
 
     def prefilling(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._prefill)
+        return torch.cuda.stream(self.prefill_stream)
 
     def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> PendingRound:
-        stream, sms = self._whole_decode, self._sms
-        if self.parts is not None and self._prefill is self.parts.prefill and self._prefill_runs():
-            stream, sms = self.parts.decode, self.parts.decode_sms
-        self._decode = _moved(self._decode, stream)
         with self.decoding():
-            return self._rounds.launch(running, wishes, sms)
-
-    def _prefill_runs(self) -> bool:
-        """Whether a chunk is being launched or has not ended."""
-        return self._chunk is None or not self._chunk.done()
+            return self._rounds.launch(running, wishes)
 
     def launch_chunk(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], *, beside: bool
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
     ) -> PendingChunk:
-        parts = self.parts if beside else None
-        self._chunk = None
-        self._prefill = _moved(self._prefill, parts.prefill if parts else self._whole_prefill)
         with self.prefilling():
-            pending = self._chunks.launch(chunk, prompts, between_layers, parts.prefill_sms if parts else 0)
-        self._chunk = pending
-        for tensor in pending.tensors():  # read at activation
-            tensor.record_stream(self._whole_decode)
-            if self.parts is not None:
-                tensor.record_stream(self.parts.decode)
+            pending = self._prefill.launch(chunk, prompts, between_layers)
+        for tensor in pending.tensors():
+            tensor.record_stream(self.decode_stream)  # read there at activation
         return pending
-
-
-def _moved(old: torch.cuda.Stream, new: torch.cuda.Stream) -> torch.cuda.Stream:
-    """``new``, after all that was launched on ``old``."""
-    if new is not old:
-        new.wait_stream(old)
-    return new

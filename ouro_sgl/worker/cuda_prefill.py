@@ -1,7 +1,7 @@
 """Prefill chunks on a CUDA device: cuBLAS products at fixed row counts, own kernels between them.
 
-Exactness: cuBLAS may sum in another order at another number of rows or SMs, so a chunk is padded to one
-of a few row counts, and at start-up each count must give the bits of the largest one for every weight
+Exactness: cuBLAS may sum in another order at another number of rows, so a chunk is padded to one of
+a few row counts, and at start-up each count must give the bits of the largest one for every weight
 shape (``check_row_counts``); a count that does not is not used for that weight.
 """
 
@@ -15,49 +15,28 @@ from ouro_kernels.triton_ops import norm
 from ouro_kernels.triton_ops.prefill import PackedKV, gather, plan_groups, prefill_attention, rope_write
 from ouro_kernels.triton_ops.sampling import log_sum_exp
 
-from ouro_sgl.errors import ConfigError
 from ouro_sgl.messages import Chunk, ChunkLogprobs, Segment, TopLogprobs
 from ouro_sgl.models.ouro import OuroModel
 from ouro_sgl.worker.kv_pool import KVPool
 from ouro_sgl.worker.prefill import ChunkResult, Prompt
 from ouro_sgl.worker.rows import Rows
-from ouro_sgl.worker.sm_partition import Partition, cublas_sms
 
 ROW_COUNTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LOGPROB_ROWS = 256  # prompt positions whose logits are made at once
 
 
-def check_row_counts(
-    weight: torch.Tensor, counts: tuple[int, ...], parts: Partition | None = None
-) -> tuple[int, ...]:
-    """Those of ``counts`` (ascending) at which ``x @ weight.T`` has the bits of the largest count, on a part
-    of the SMs too.
-
-    Raises:
-        ConfigError: on that part even the largest count has other bits.
-    """
+def check_row_counts(weight: torch.Tensor, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of ``counts`` (ascending) at which ``x @ weight.T`` has the bits of the largest count."""
     generator = torch.Generator(device=weight.device).manual_seed(0)
     largest = counts[-1]
     x = torch.randn(largest, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
     whole = torch.nn.functional.linear(x, weight)
-    good = [
-        count for count in counts if torch.equal(torch.nn.functional.linear(x[:count], weight), whole[:count])
-    ]
-    if parts is not None:
-        torch.cuda.synchronize()
-        with torch.cuda.stream(parts.prefill), cublas_sms(parts.prefill_sms):
-            good = [
-                count
-                for count in good
-                if torch.equal(torch.nn.functional.linear(x[:count], weight), whole[:count])
-            ]
-            torch.cuda.synchronize()
-    if largest not in good:
-        raise ConfigError(
-            f"cuBLAS gives other bits on {parts and parts.prefill_sms} SMs than on all of them at "
-            f"{largest} rows of a weight {tuple(weight.shape)}; give --decode-sms 0"
-        )
-    return tuple(good)
+    good = []
+    for count in counts[:-1]:
+        part = torch.nn.functional.linear(x[:count], weight)
+        if torch.equal(part, whole[:count]):
+            good.append(count)
+    return (*good, largest)
 
 
 class PendingChunk:
@@ -114,14 +93,7 @@ class _Group:
 class CudaPrefill:
     """Runs chunks of up to ``max_tokens`` positions."""
 
-    def __init__(
-        self,
-        model: OuroModel,
-        rows: Rows,
-        pool: KVPool,
-        max_tokens: int,
-        parts: Partition | None = None,
-    ) -> None:
+    def __init__(self, model: OuroModel, rows: Rows, pool: KVPool, max_tokens: int) -> None:
         self._model, self._rows, self._pool = model, rows, pool
         config = model.config
         largest = next((count for count in ROW_COUNTS if count >= max_tokens), -(-max_tokens // 128) * 128)
@@ -129,7 +101,7 @@ class CudaPrefill:
         layer = model.layers[0]
         # by weight: row counts whose bits are those of the largest
         self.row_counts = {
-            name: check_row_counts(weight, counts, parts)
+            name: check_row_counts(weight, counts)
             for name, weight in (
                 ("qkv", layer.qkv),
                 ("out", layer.attention_out),
@@ -162,9 +134,9 @@ class CudaPrefill:
         return torch.nn.functional.linear(padded, weight)[:rows]
 
     def launch(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], sms: int = 0
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
     ) -> PendingChunk:
-        """All T loops of the chunk on the current stream, which has ``sms`` SMs (0: all).
+        """All T loops of the chunk on the current stream.
 
         ``between_layers`` is called after each layer's launches: they take 10 to 20 ms of host time
         in all, more than the decode rounds that are queued.
@@ -200,8 +172,7 @@ class CudaPrefill:
         hidden = model.prelude(token_ids)
         for depth in range(rows.total_loops):
             slots = rows.slot_table[depth].view(-1)[places]
-            with cublas_sms(sms):
-                hidden = self._round(hidden, positions, slots, groups, depth * rows.max_rows, between_layers)
+            hidden = self._round(hidden, positions, slots, groups, depth * rows.max_rows, between_layers)
             for row, at in last_tokens.items():
                 result.lambdas[row][depth] = model.hazard(hidden[at : at + 1])[0]
 
@@ -210,8 +181,7 @@ class CudaPrefill:
         for (piece, prompt), states in zip(pieces, hidden.split(sizes), strict=True):
             if piece.end == len(prompt.token_ids):
                 result.final_hidden[piece.row] = states[-1]
-            with cublas_sms(sms):
-                logprobs.extend(self._prompt_logprobs(piece, prompt, states))
+            logprobs.extend(self._prompt_logprobs(piece, prompt, states))
         event = None
         if model.device.type == "cuda":
             event = torch.cuda.Event()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 VOCABULARY_BLOCK = 1024
 SELECT_BLOCK = 4096
-PROGRAMS_PER_SM = 16  # of decode attention: two for every one that fits
 STREAM_ROWS = 16  # up to so many rows, products ask for their weights before the kernel before has ended
 # Lines of the event block, see ``advance_kernel``; the lambdas follow, one line per loop.
 COUNTS_LINE, REPORTS_LINE, LAMBDA_LINES = 7, 8, 9
@@ -158,7 +156,7 @@ class TopBlock:
 
 
 class CudaRounds:
-    """Launches rounds over ``rows``; with ``graphs`` those of ``captured`` rows once :meth:`capture` ran."""
+    """Launches rounds over ``rows``. With ``graphs`` every bucket is captured at construction."""
 
     def __init__(
         self,
@@ -196,11 +194,16 @@ class CudaRounds:
             )
             for _ in range(blocks)
         )
-        captured = [size for size in buckets if max_graph_rows is None or size <= max_graph_rows]
-        self.captured = captured[:max_graphs] if graphs else []
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by SMs and bucket
-        self._memory: Any = None  # that all graphs share: torch's handle of a pool
+        self._programs = self._attention_programs()
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        if graphs:
+            captured = [size for size in buckets if max_graph_rows is None or size <= max_graph_rows]
+            self._capture(captured[:max_graphs])
         self._warned = False
+
+    @property
+    def captured(self) -> list[int]:
+        return sorted(self._graphs)
 
     def load_heads(self, heads: dict[ExitMode, Head]) -> None:
         """Copy the model's gate and those lookahead heads that are given to where rounds read them."""
@@ -246,28 +249,33 @@ class CudaRounds:
         self._logprobs, self._log_sums = numbers(capacity, kind=fp32), numbers(capacity, kind=fp32)
         self._events = ints(LAMBDA_LINES + config.total_loops, capacity, kind=torch.int64)
 
-    def capture(self, sms: int) -> None:
-        """Graphs for rounds on the current stream, which has ``sms`` SMs. Largest bucket first, so that
-        they share one memory pool. No row is live: a dry run of each bucket compiles its kernels and
-        changes nothing."""
-        for bucket in reversed(self.captured):
-            self._launch(bucket, sms)
+    def _attention_programs(self) -> int:
+        if self._model.device.type != "cuda":
+            return 4
+        return 16 * torch.cuda.get_device_properties(self._model.device).multi_processor_count
+
+    def _capture(self, buckets: list[int]) -> None:
+        """Largest bucket first, so that the graphs share one memory pool. No row is live: a dry run
+        of each bucket compiles its kernels and changes nothing."""
+        memory = None
+        for bucket in reversed(buckets):
+            self._launch(bucket)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # not on the stream that torch would take: nodes keep the SMs and the priority of their stream
-            with torch.cuda.graph(graph, pool=self._memory, stream=torch.cuda.current_stream()):
-                self._launch(bucket, sms)
-            self._memory = self._memory or graph.pool()
-            self._graphs[sms, bucket] = graph
+            # not on the stream that torch would take: nodes keep the priority of the stream of their capture
+            with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream()):
+                self._launch(bucket)
+            memory = memory or graph.pool()
+            self._graphs[bucket] = graph
 
     def bucket_for(self, running: int) -> int:
         """The smallest bucket that holds ``running`` rows."""
         return next(bucket for bucket in self._buckets if bucket >= running)
 
-    def launch(self, running: int, wishes: dict[int, LogprobWish], sms: int) -> PendingRound:
-        """One round on the current stream, which has ``sms`` SMs. At most ``running`` rows may be live."""
+    def launch(self, running: int, wishes: dict[int, LogprobWish]) -> PendingRound:
+        """One round on the current stream. At most ``running`` rows may be live."""
         bucket = self.bucket_for(running)
-        graph = self._graphs.get((sms, bucket))
+        graph = self._graphs.get(bucket)
         if graph is not None:
             graph.replay()
         else:
@@ -276,7 +284,7 @@ class CudaRounds:
                 logger.warning("a round of %d rows has no CUDA graph and runs eager", bucket)
             if not self._static_buffers:
                 self._allocate()
-            self._launch(bucket, sms)
+            self._launch(bucket)
         tops = self._top_logprobs(bucket, wishes)
         block = self._blocks.popleft()
         block.copy_(self._events, non_blocking=True)
@@ -286,7 +294,7 @@ class CudaRounds:
             event.record()
         return PendingRound(block, event, frozenset(wishes), tops, self._blocks)
 
-    def _launch(self, bucket: int, sms: int) -> None:
+    def _launch(self, bucket: int) -> None:
         rows, config = self._rows, self._model.config
         table_stride = rows.slot_table.shape[2]
         block_rows = triton.next_power_of_2(rows.max_rows)
@@ -314,7 +322,7 @@ class CudaRounds:
             ENOUGH_ITEMS=attention.ENOUGH_ITEMS,
             **attention.SIZES,
         )
-        self._core(bucket, sms)
+        self._core(bucket)
         state.finish_core_kernel[(bucket,)](
             self._x,
             self._lanes,
@@ -392,7 +400,7 @@ class CudaRounds:
             BH=block_hidden,
         )
 
-    def _core(self, bucket: int, sms: int) -> None:
+    def _core(self, bucket: int) -> None:
         model, config, rows = self._model, self._model.config, self._rows
         eps, pdl = config.rms_norm_eps, self._pdl
         tiles = choose_products(model, bucket, self._splits)
@@ -423,7 +431,7 @@ class CudaRounds:
                 self._work,
                 mixed,
                 config.head_dim**-0.5,
-                PROGRAMS_PER_SM * sms,
+                self._programs,
                 pdl=pdl,
                 early=early,
             )

@@ -33,10 +33,9 @@ class Executor(Protocol):
         """One round; at most ``running`` rows can be live. ``wishes`` by row."""
 
     def launch_chunk(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], *, beside: bool
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
     ) -> Pending[ChunkResult]:
-        """``between_layers`` must be called often enough while launching takes host time; ``beside``: rows
-        decode meanwhile."""
+        """``between_layers`` must be called often enough while launching takes host time."""
 
     def update_weights(self, folder: Path) -> None:
         """Run with the weights in ``folder`` from the next launch on.
@@ -95,6 +94,6 @@ class TorchExecutor:
         return nullcontext()
 
     def launch_chunk(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], *, beside: bool
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
     ) -> Computed[ChunkResult]:
         return Computed(run_chunk(chunk, prompts, self._model, self._rows, self._attention))

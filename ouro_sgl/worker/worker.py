@@ -222,10 +222,7 @@ class Worker:
         self.launching_chunk = True
         try:
             work = self._executor.launch_chunk(
-                Chunk(chunk.chunk_id, segments),
-                self._prompts,
-                self.between_layers,
-                beside=bool(self._running),
+                Chunk(chunk.chunk_id, segments), self._prompts, self.between_layers
             )
         finally:
             self.launching_chunk = False

@@ -24,7 +24,6 @@ class Mode:
 
     graphs: bool = True
     single_stream: bool = False
-    decode_sms: int = 48
     power_of_two: bool = False
     static_buffers: bool = True
 
@@ -71,7 +70,6 @@ class CudaModel(Model):
             graphs=self.mode.graphs,
             static_buffers=self.mode.static_buffers,
             single_stream=self.mode.single_stream,
-            decode_sms=self.mode.decode_sms,
             power_of_two=self.mode.power_of_two,
         )
         return Worker(rows, pool, executor, settings)

@@ -22,7 +22,6 @@ MODES = [
     Mode(),
     Mode(graphs=False),
     Mode(single_stream=True),
-    Mode(decode_sms=0),
     Mode(power_of_two=True),
     Mode(graphs=False, static_buffers=False, single_stream=True),
 ]

@@ -12,7 +12,6 @@ import torch
 
 from ouro_sgl.messages import Chunk, ExitMode, RowParams
 from ouro_sgl.models.weights import random_lookahead_head
-from ouro_sgl.worker import cuda_round
 from ouro_sgl.worker.cuda_prefill import CudaPrefill, PendingChunk
 from ouro_sgl.worker.cuda_round import CudaRounds, PendingRound
 from ouro_sgl.worker.kv_pool import KVPool
@@ -31,10 +30,10 @@ class InterpretedExecutor:
         self._prefill, self._rounds = prefill, rounds
 
     def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> PendingRound:
-        return self._rounds.launch(running, wishes, 1)
+        return self._rounds.launch(running, wishes)
 
     def launch_chunk(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], *, beside: bool
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
     ) -> PendingChunk:
         return self._prefill.launch(chunk, prompts, between_layers)
 
@@ -106,7 +105,6 @@ def compare(model: Model, make_requests: Callable[[], list[Request]]) -> list[Re
     rows = Rows(8, 192, 4, config.vocab_size, config.hidden_size, torch.float32, torch.device("cpu"))
     pool = KVPool(config, slots, torch.float32, torch.device("cpu"), poison=True)
     heads = {ExitMode.RANDOM_LOOKAHEAD: random_lookahead_head(0, config.hidden_size)}
-    cuda_round.PROGRAMS_PER_SM = 4
     rounds = CudaRounds(model.model, rows, pool, heads, 1, [1, 2, 4, 8], 4, graphs=False)
     executor = InterpretedExecutor(CudaPrefill(model.model, rows, pool, 128), rounds)
     worker = Worker(rows, pool, executor, settings)
