@@ -65,6 +65,7 @@ EXECUTIONS = {
     "eager": Execution(Mode(graphs=False)),
     "eager, synchronous, one stream": Execution(ALONE.mode, rounds_in_flight=1),
     "one stream": Execution(Mode(single_stream=True)),
+    "always two streams": Execution(Mode(single_stream=False)),
     "many rows": Execution(rows=128, crowded=True),
     "many rows, padded to powers of two": Execution(Mode(power_of_two=True), rows=128, crowded=True),
     "no static buffers": Execution(Mode(graphs=False, static_buffers=False)),

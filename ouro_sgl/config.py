@@ -276,7 +276,10 @@ class ServerArgs:
         auto="on, on a GPU",
     )
     single_stream: bool | None = _setting(
-        None, ROUNDS, "run prefill chunks between rounds, not beside them; GPU only", auto="off, on a GPU"
+        None,
+        ROUNDS,
+        "run prefill chunks between rounds, not beside them; GPU only",
+        auto="between them while fewer than two thirds of the rows decode",
     )
     pad_to_power_of_two: bool | None = _setting(
         None,

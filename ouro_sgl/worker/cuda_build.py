@@ -52,7 +52,7 @@ def build_cuda(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, Worker
         "attention_backend": "triton",
         "cuda_graphs": executor.graphs,
         "prefill_row_counts": executor.prefill_row_counts,
-        "single_stream": bool(args.single_stream),
+        "single_stream": args.single_stream,
         "device_name": torch.cuda.get_device_name(checkpoint.device),
         "chunked_prefill_size": chunk,
     }
@@ -109,7 +109,7 @@ def make_executor(
         max_graph_rows=args.cuda_graph_max_bs,
         max_graphs=args.cuda_graph_max_graphs,
         static_buffers=args.static_buffers is not False,
-        single_stream=bool(args.single_stream),
+        single_stream=args.single_stream,
         power_of_two=bool(args.pad_to_power_of_two),
     )
 
@@ -129,8 +129,13 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
     pool = KVPool(checkpoint.config, probe_tokens * loops, checkpoint.dtype, device)
     torch.cuda.reset_peak_memory_stats(device)
     executor = make_executor(args, checkpoint, probe, rows, pool, chunk, graphs=False)
+    peak, resting = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     run_chunk(executor, rows, 0, probe_tokens, list(range(probe_tokens * loops)), checkpoint)
-    peak = torch.cuda.max_memory_allocated(device) - probe_tokens * loops * checkpoint.slot_bytes
+    of_chunk = torch.cuda.max_memory_allocated(device) - resting
+    # what torch keeps for the chunks of one stream cannot serve those of the other
+    peak = max(peak, resting + of_chunk * (2 if args.single_stream is None else 1))
+    peak -= probe_tokens * loops * checkpoint.slot_bytes
     del executor, pool, rows
     gc.collect()
     torch.cuda.empty_cache()
@@ -169,5 +174,6 @@ def run_chunk(
         tokens = torch.zeros(end, dtype=torch.int64, device=checkpoint.device)
         prompt = Prompt(0, 0, tokens, 0, 0, LogprobWish(0, ()))
         rows.set_prompt_slots(0, 0, slots)
-    executor.launch_chunk(Chunk(0, [Segment(0, 0, start, end, [])]), {0: prompt}, lambda: None).result()
+    chunk = Chunk(0, [Segment(0, 0, start, end, [])])
+    executor.launch_chunk(chunk, {0: prompt}, lambda: None, beside=False).result()
     torch.cuda.synchronize()

@@ -33,9 +33,10 @@ class Executor(Protocol):
         """One round; at most ``running`` rows can be live. ``wishes`` by row."""
 
     def launch_chunk(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], *, beside: bool
     ) -> Pending[ChunkResult]:
-        """``between_layers`` must be called often enough while launching takes host time."""
+        """``between_layers`` must be called often enough while launching takes host time; ``beside``: better
+        beside rounds than between them, where the device can do both."""
 
     def update_weights(self, folder: Path) -> None:
         """Run with the weights in ``folder`` from the next launch on.
@@ -94,6 +95,6 @@ class TorchExecutor:
         return nullcontext()
 
     def launch_chunk(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], *, beside: bool
     ) -> Computed[ChunkResult]:
         return Computed(run_chunk(chunk, prompts, self._model, self._rows, self._attention))

@@ -32,6 +32,8 @@ from ouro_sgl.worker.round import RoundBlock
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
 
+BESIDE_SHARE = 2 / 3  # of the rows at work must decode for a chunk to run beside them
+
 
 @dataclass(frozen=True)
 class WorkerSettings:
@@ -221,8 +223,10 @@ class Worker:
             return
         self.launching_chunk = True
         try:
+            # Rounds of few rows beside a chunk would cost more than they bring, while the others wait.
+            beside = len(self._running) >= BESIDE_SHARE * len(self._prompts)
             work = self._executor.launch_chunk(
-                Chunk(chunk.chunk_id, segments), self._prompts, self.between_layers
+                Chunk(chunk.chunk_id, segments), self._prompts, self.between_layers, beside=beside
             )
         finally:
             self.launching_chunk = False

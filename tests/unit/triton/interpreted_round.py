@@ -33,7 +33,7 @@ class InterpretedExecutor:
         return self._rounds.launch(running, wishes)
 
     def launch_chunk(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], *, beside: bool
     ) -> PendingChunk:
         return self._prefill.launch(chunk, prompts, between_layers)
 

@@ -200,6 +200,25 @@ def test_no_more_rounds_are_launched_than_allowed(model: Model, in_flight: int) 
     assert deepest <= in_flight
 
 
+def test_a_chunk_runs_beside_rounds_when_most_rows_decode(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make(model)
+    asked = []
+    launch = worker._executor.launch_chunk
+
+    def watched(*arguments: object, beside: bool) -> object:
+        asked.append(beside)
+        return launch(*arguments, beside=beside)
+
+    monkeypatch.setattr(worker._executor, "launch_chunk", watched)
+    for row in range(4):  # the rows before it have begun to decode, and stall without grants
+        plan = admission(row, row + 1, [10, 11], RowParams(max_new_tokens=4, temperature=0.0), 100 * row)
+        worker.apply(numbered(plan, row + 1))
+        run(worker)
+    assert asked == [False, False, True, True]  # 0 of 1, 1 of 2, 2 of 3, 3 of 4
+
+
 def test_rows_wait_for_company_at_the_coda_but_at_most_t_rounds(model: Model) -> None:
     """min_coda_batch_size 2: row 0 leaves at loop 1 each time, row 1 runs all loops."""
     worker = make(model, min_coda_batch_size=2)
