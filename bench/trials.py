@@ -96,7 +96,7 @@ class Covered:
             lacks.append("long prefix hits")
         if self.most_rows <= POWERS_OF_TWO:
             lacks.append("many rows")
-        if not deep and not (0 in self.spans and len(self.spans) > 2):
+        if not deep and not ({-1, -2} <= self.spans and len(self.spans) > 3):
             lacks.append("sizes of attention items")
         return lacks
 
@@ -261,7 +261,7 @@ def run_part(name: str, policies: list[ExitMode], modes: list[str], runs: int) -
         if not attempt(policy.name, partial(part.run_policy, policy, modes)):
             part.covered.failed += 1
     covered = part.covered
-    items = [f"{span} tokens" if span else "whole groups" for span in sorted(covered.spans)]
+    items = [f"{span} tokens" if span > 0 else f"{-span} groups" for span in sorted(covered.spans)]
     for line in (
         f"{name}, {layers} layers: {covered.differing} of {covered.trials.total()} trials differ, "
         f"{covered.failed} runs failed; {time.monotonic() - begin:.0f} s on {torch.cuda.get_device_name(0)}",

@@ -191,14 +191,14 @@ def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_di
     angle = torch.rand(40000, head_dim // 2, device="cuda")
     angles = angle.cos().to(dtype), angle.sin().to(dtype)
     scale = head_dim**-0.5
-    work = WorkList(len(lengths), max(lengths), heads, head_dim, qkv.device)
+    work = WorkList(2 * len(lengths), max(lengths), heads, head_dim, qkv.device)
 
     def run(chosen: list[int], programs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(output, keys, values); outputs of lanes that do not run hold NaN."""
         work.fill(index[chosen].tolist(), [lengths[lane] for lane in chosen])
         work.partial.fill_(torch.nan)
         own_keys, own_values = keys.clone(), values.clone()
-        out = poisoned(len(lengths), heads, head_dim, dtype=dtype)
+        out = poisoned(2 * len(lengths), heads, head_dim, dtype=dtype)
         attention.decode_attention(
             qkv[chosen], own_keys, own_values, table, *angles, work, out, scale, programs
         )
@@ -206,15 +206,20 @@ def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_di
         assert not work.lane_arrived.any()
         return out, own_keys, own_values
 
-    whole, new_keys, new_values = run(list(range(len(lengths))), 500)
+    everyone = list(range(len(lengths)))
+    whole, new_keys, new_values = run(everyone, 500)
+    assert int(work.span) == -1  # items are groups
     wanted_keys, wanted_values = keys.clone(), values.clone()
     expected = attention.decode_attention_twin(
         qkv, wanted_keys, wanted_values, table, *angles, index, length, scale
     )
-    assert relative_error(whole, expected) < tolerance(dtype)
+    assert relative_error(whole[: len(lengths)], expected) < tolerance(dtype)
     torch.testing.assert_close(new_keys, wanted_keys, equal_nan=True)
     assert torch.equal(new_values.nan_to_num(7), wanted_values.nan_to_num(7))
-    for lane in range(len(lengths)):
+    twice = run(everyone * 2, 500)[0]
+    assert int(work.span) == -2  # pairs of groups
+    assert torch.equal(twice, whole[: len(lengths)].repeat(2, 1, 1))
+    for lane in everyone:
         out, _, _ = run([lane], 10_000)
         assert torch.equal(out[0], whole[lane]), lengths[lane]
         assert torch.isnan(out[1:]).all()

@@ -4,10 +4,10 @@ Bits: a lane's keys are cut into parts of ``PART`` tokens at absolute positions 
 length, groups of parts (``num_groups``). A part is one chain over its tiles of ``TILE`` tokens; the
 parts of a group are merged in order, then the groups in order, always by ``_merge``. Who computes what
 may depend on the batch: a work item is a few parts of a group (few lanes: more programs; each part is
-a partial result) or a whole group (many lanes: one partial result), and both give the same chain of
-operations; whichever program of a group, and then of a lane and head, finishes last merges. The list
-is built once per round on the device and read by all layers; programs are persistent, so one captured
-launch serves any lengths. Slot offsets are int64.
+a partial result) or one or two whole groups (many lanes: a partial result of each), and all give the
+same chain of operations; whichever program of a group, and then of a lane and head, finishes last
+merges. The list is built once per round on the device and read by all layers; programs are persistent,
+so one captured launch serves any lengths. Slot offsets are int64.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PART = 64
 SHORT_LENGTH = 2048  # longer lanes have long groups: fewer partial results
 SHORT_GROUP = 512
 LONG_GROUP = 1024
-ENOUGH_ITEMS = 56  # per head; a round with so many groups takes whole ones
+ENOUGH_ITEMS = 56  # per head; a round with so many groups takes whole ones, with so many pairs those
 UNROLL = 16  # partial results whose loads are in flight together
 MAX_REGISTERS = 128  # of a thread: eight programs per SM
 
@@ -41,10 +41,12 @@ def num_groups(length, group):
 
 
 @triton.jit
-def item_span(parts, groups, PART: tl.constexpr, SHORT_GROUP: tl.constexpr, ENOUGH_ITEMS: tl.constexpr):
-    """Tokens of an item in a round of so many parts and groups; 0: whole groups."""
+def item_span(
+    parts, groups, pairs, PART: tl.constexpr, SHORT_GROUP: tl.constexpr, ENOUGH_ITEMS: tl.constexpr
+):
+    """Tokens of an item in a round of so many parts, groups and pairs of them; -1, -2: so many groups."""
     few = groups < ENOUGH_ITEMS
-    span = tl.where(few, PART, 0)
+    span = tl.where(few, PART, tl.where(pairs < ENOUGH_ITEMS, -1, -2))
     for doubling in tl.static_range((SHORT_GROUP // PART).bit_length() - 1):
         span = tl.where(few & (parts >= (ENOUGH_ITEMS << (doubling + 1))), PART << (doubling + 1), span)
     return span
@@ -141,8 +143,8 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     items = tl.load(num_items_ptr) * HEADS
-    item_tokens = tl.load(span_ptr)
-    fine = item_tokens != 0
+    span = tl.load(span_ptr)
+    fine = span > 0
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     kind = out_ptr.dtype.element_ty
@@ -163,9 +165,10 @@ def _decode_kernel(
         first_group = tl.load(first_group_ptr + lane).to(tl.int64)
         group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
         groups = num_groups(length, group)
-        number = tl.minimum(low // group, groups - 1)  # of the item's group
-        group_end = tl.where(number == groups - 1, length, (number + 1) * group)
-        high = tl.where(fine, tl.minimum(low + item_tokens, group_end), group_end)
+        number = tl.minimum(low // group, groups - 1)  # of the item's first group
+        last = tl.where(fine, number, tl.minimum(number - span, groups) - 1)
+        group_end = tl.where(last == groups - 1, length, (last + 1) * group)
+        high = tl.where(fine, tl.minimum(low + span, group_end), group_end)
         table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
         own = qkv_ptr + lane.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
         cos = cos_ptr + (length - 1).to(tl.int64) * HALF
@@ -209,6 +212,15 @@ def _decode_kernel(
                     group_peak, group_total, group_acc = _merge(
                         group_peak, group_total, group_acc, peak, total, acc
                     )
+                    following = (start + TILE) // group
+                    if (start + TILE >= high) | (((start + TILE) % group == 0) & (following <= last)):
+                        place = (max_parts + first_group + tl.minimum(start // group, last)) * HEADS + head
+                        tl.store(partial_ptr + place * D + d, group_acc)
+                        tl.store(peak_ptr + place, group_peak)
+                        tl.store(total_ptr + place, group_total)
+                        group_peak = -float("inf")
+                        group_total = 0.0
+                        group_acc = tl.zeros((D,), tl.float32)
                 peak = -float("inf")
                 total = 0.0
                 acc = tl.zeros((D,), tl.float32)
@@ -216,7 +228,7 @@ def _decode_kernel(
         if fine:
             tl.debug_barrier()  # the whole program's stores come before its arrival
             arrived = group_arrived_ptr + (first_group + number) * HEADS + head
-            mine = tl.cdiv(group_end - number * group, item_tokens)
+            mine = tl.cdiv(group_end - number * group, span)
             complete = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == mine - 1
             if complete:
                 tl.store(arrived, 0)
@@ -231,14 +243,15 @@ def _decode_kernel(
                     D,
                     UNROLL,
                 )
+                place = (max_parts + first_group + number) * HEADS + head
+                tl.store(partial_ptr + place * D + d, group_acc)
+                tl.store(peak_ptr + place, group_peak)
+                tl.store(total_ptr + place, group_total)
         if complete:
-            place = (max_parts + first_group + number) * HEADS + head
-            tl.store(partial_ptr + place * D + d, group_acc)
-            tl.store(peak_ptr + place, group_peak)
-            tl.store(total_ptr + place, group_total)
             tl.debug_barrier()
             arrived = lane_arrived_ptr + lane * HEADS + head
-            if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == groups - 1:
+            mine = last - number + 1
+            if tl.atomic_add(arrived, mine, sem="acq_rel", scope="gpu") == groups - mine:
                 tl.store(arrived, 0)
                 begin = max_parts + first_group
                 peak, total, acc = _merge_run(
@@ -276,7 +289,7 @@ class WorkList:
     [lanes], the position of the lane's new token included; ``first_part``, ``first_group`` [lanes]: how
     many the lanes before it have. ``item_lane``, ``item_start`` (a position) [items]: all but the last
     item of every lane come first, all of about one length, so that the programs share them evenly.
-    ``num_items`` [1]; ``span`` [1]: tokens of an item (a few parts), 0 if it is a group.
+    ``num_items`` [1]; ``span`` [1]: tokens of an item (a few parts), or -1, -2 for so many whole groups.
 
     Partial results, of parts in the first MAX_PARTS places and of groups behind them: ``partial`` fp32
     [places, heads, D], ``peak``, ``total`` [places, heads]. ``group_arrived`` [groups * heads] and
@@ -309,13 +322,14 @@ class WorkList:
         sizes = [SHORT_GROUP if length <= SHORT_LENGTH else LONG_GROUP for length in lengths]
         groups = [max((n + size // 2) // size, 1) for n, size in zip(lengths, sizes, strict=True)]
         parts = [-(-length // PART) for length in lengths]
-        span = 0
+        pairs = sum(-(-count // 2) for count in groups)
+        span = -1 if pairs < ENOUGH_ITEMS else -2
         if sum(groups) < ENOUGH_ITEMS:
             span = PART
             while span < SHORT_GROUP and sum(parts) >= ENOUGH_ITEMS * 2 * span // PART:
                 span *= 2
         starts = [
-            range(0, length, span) if span else range(0, count * size, size)
+            range(0, length, span) if span > 0 else range(0, count * size, -span * size)
             for length, count, size in zip(lengths, groups, sizes, strict=True)
         ]
         full = [(lane, at) for lane, mine in enumerate(starts) for at in mine[:-1]]

@@ -82,10 +82,13 @@ def begin_round_kernel(
     groups = tl.where(runs, num_groups(length, group), 0).to(tl.int32)
     tl.store(first_part_ptr + lane, tl.cumsum(parts, 0) - parts, mask=runs)
     tl.store(first_group_ptr + lane, tl.cumsum(groups, 0) - groups, mask=runs)
-    span = item_span(tl.sum(parts, 0), tl.sum(groups, 0), PART, SHORT_GROUP, ENOUGH_ITEMS)
+    pairs = tl.sum(tl.cdiv(groups, 2), 0)
+    span = item_span(tl.sum(parts, 0), tl.sum(groups, 0), pairs, PART, SHORT_GROUP, ENOUGH_ITEMS)
     tl.store(span_ptr, span)
-    width = tl.where(span != 0, span, group)
-    full = tl.where(runs, tl.where(span != 0, tl.cdiv(length, width), groups) - 1, 0).to(tl.int32)
+    fine = span > 0
+    width = tl.where(fine, span, -span * group)
+    items = tl.where(fine, tl.cdiv(length, tl.maximum(span, 1)), tl.cdiv(groups, tl.maximum(-span, 1)))
+    full = tl.where(runs, items - 1, 0).to(tl.int32)
     first = tl.cumsum(full, 0) - full
     num_full = tl.sum(full, 0)
     tl.store(num_items_ptr, num_full + tl.sum(runs.to(tl.int32), 0))

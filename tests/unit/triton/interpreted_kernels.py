@@ -172,13 +172,13 @@ SMALL_LENGTHS = [1, 15, 16, 17, 47, 48, 49, 64, 65, 95, 96, 97, 161]
 def test_decode_attention(
     small: Callable[[int], None], heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
-    """Right; equal bits with items of either size, any number of programs, any order and company."""
+    """Right; equal bits with items of any size, any number of programs, any order and company."""
     case = Lanes(SMALL_LENGTHS, heads, kv_heads, 16, dtype)
     # head 0 scores all keys far below zero, so that what masks and unused places add would show
     case.keys.abs_()
     case.qkv[:, :16].abs_().neg_()
     everyone = list(range(len(case.lengths)))
-    small(0)
+    small(0)  # pairs of groups
     whole, keys, values = case.run(everyone, programs=7)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     expected, wanted_keys, wanted_values = case.twin()
@@ -194,6 +194,7 @@ def test_decode_attention(
     for enough, order, programs in (
         (parts, everyone[::-1], parts * heads - 1),  # a part each; one program has the first and last item
         (groups + 1, everyone, 11),  # two parts each
+        (groups, everyone, 9),  # a group each
         (0, everyone[4:8], 1),
     ):
         small(enough)

@@ -95,7 +95,8 @@ def test_prefill_groups_cover_a_chunk_exactly_once(
 def chosen_lengths() -> st.SearchStrategy[list[int]]:
     edges = [1, 63, 64, 65, 767, 768, 769, 2048, 2049, 2559, 2560, 2561]
     length = st.one_of(st.sampled_from(edges), st.integers(1, 5000))
-    return st.lists(length, min_size=1, max_size=12)
+    few = st.lists(length, min_size=1, max_size=12)
+    return st.one_of(few, st.lists(st.integers(1500, 5000), min_size=20, max_size=40))
 
 
 @settings(deadline=None)
@@ -103,28 +104,31 @@ def chosen_lengths() -> st.SearchStrategy[list[int]]:
 def test_a_work_list_cuts_every_lane_without_gap(lengths: list[int]) -> None:
     """The items of a lane lie end to end, their results have places of their own, and the cut into
     groups depends on the lane's length alone."""
-    work = WorkList(12, 5000, 2, 16, torch.device("cpu"))
+    work = WorkList(40, 5000, 2, 16, torch.device("cpu"))
     work.fill(list(range(len(lengths))), lengths)
     count, span = int(work.num_items), int(work.span)
     lanes, starts = work.item_lane[:count].tolist(), work.item_start[:count].tolist()
     assert lanes[count - len(lengths) :] == list(range(len(lengths)))  # last items behind all others
-    all_parts = all_groups = 0
+    all_parts = all_groups = all_pairs = 0
     for lane, length in enumerate(lengths):
         mine = [start for item, start in zip(lanes, starts, strict=True) if item == lane]
         group = attention.SHORT_GROUP if length <= attention.SHORT_LENGTH else attention.LONG_GROUP
-        assert mine == [(span or group) * item for item in range(len(mine))]
+        groups = max((length + group // 2) // group, 1)
+        assert mine == [(span if span > 0 else -span * group) * item for item in range(len(mine))]
         rest = length - mine[-1]
-        if span:
+        if span > 0:
             assert 0 < rest <= span
             assert group % span == span % attention.PART == 0  # no item has parts of two groups
         else:
-            assert 0 < rest < group + group // 2
-            assert len(mine) == 1 or rest >= group // 2
+            assert len(mine) == -(-groups // -span)
+            assert 0 < rest < -span * group + group // 2
         assert (int(work.first_part[lane]), int(work.first_group[lane])) == (all_parts, all_groups)
         all_parts += -(-length // attention.PART)
-        all_groups += max((length + group // 2) // group, 1)
+        all_groups += groups
+        all_pairs += -(-groups // 2)
     assert all_groups * 2 <= len(work.group_arrived)
-    assert (span == 0) == (all_groups >= attention.ENOUGH_ITEMS)
-    if span:
+    assert (span < 0) == (all_groups >= attention.ENOUGH_ITEMS)
+    assert (span == -2) == (all_pairs >= attention.ENOUGH_ITEMS)
+    if span > 0:
         assert all_parts <= attention.MAX_PARTS
         assert span == attention.PART or count >= attention.ENOUGH_ITEMS
