@@ -7,13 +7,15 @@ the host reads it once the event recorded behind it has passed.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
-from ouro_kernels.triton_ops import attention, gemm, norm, sampling, state, stream
+from ouro_kernels.triton_ops import attention, gemm, norm, sampling, state
 
 from ouro_sgl.messages import ExitMode, FinishReason, TopLogprobs
 from ouro_sgl.models.config import OuroConfig
@@ -22,6 +24,12 @@ from ouro_sgl.worker.kv_pool import KVPool
 from ouro_sgl.worker.round import Head, RoundBlock
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
+
+stream: Any
+try:
+    stream = importlib.import_module("ouro_kernels.triton_ops.stream")
+except ImportError:  # Gluon is experimental in Triton: where its names have changed, gemm does it all
+    stream = None
 
 logger = logging.getLogger(__name__)
 
@@ -414,8 +422,8 @@ class CudaRounds:
         out = self._partial[: out_splits * bucket * hidden].view(out_splits, bucket, hidden)
         down = self._partial[: down_splits * bucket * hidden].view(down_splits, bucket, hidden)
         table = rows.slot_table.view(-1, rows.slot_table.shape[2])
-        early = pdl and bucket <= STREAM_ROWS and stream.supported(model.device, model.dtype)
-        products = stream if early else gemm
+        early = pdl and bucket <= STREAM_ROWS and stream and stream.supported(model.device, model.dtype)
+        products: Any = stream if early else gemm
         linear, gate_up = products.linear, products.gate_up
         norm.enter(rows.hidden, self._lanes, self._count, layers[0].input_norm, residual, x, eps)
         for index, layer in enumerate(layers):
@@ -433,7 +441,7 @@ class CudaRounds:
                 config.head_dim**-0.5,
                 self._programs,
                 pdl=pdl,
-                early=early,
+                early=bool(early),
             )
             flat = mixed.view(bucket, -1)
             linear(flat, layer.attention_out, out, tiles.out, out_splits, pdl=pdl)
