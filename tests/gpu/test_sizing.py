@@ -16,15 +16,26 @@ from tests.models import rand_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
+CONTEXT, ROWS, LOOPS = 65536, 4, 4
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rand_checkpoint(tmp_path_factory.mktemp("rand"), hidden=128, intermediate=256, dtype="bfloat16")
+    """16 KiB per slot, so that the memory is less than all rows could use at once."""
+    return rand_checkpoint(
+        tmp_path_factory.mktemp("rand"),
+        layers=8,
+        hidden=512,
+        intermediate=256,
+        kv_heads=4,
+        dtype="bfloat16",
+        max_position=CONTEXT,
+    )
 
 
 def slots(folder: Path, **settings: object) -> int:
     """Of an engine that is gone when this returns; what it held may stay with the allocator."""
-    args = ServerArgs(model_path=str(folder), device="cuda", max_running_requests=4, **settings)
+    args = ServerArgs(model_path=str(folder), device="cuda", max_running_requests=ROWS, **settings)
     worker, ready = build(args)
     del worker
     gc.collect()
@@ -32,8 +43,9 @@ def slots(folder: Path, **settings: object) -> int:
 
 
 def test_an_engine_built_again_has_the_same_slots(folder: Path) -> None:
-    settings = {"mem_fraction_static": 0.1, "context_length": 1024}
+    settings = {"mem_fraction_static": 0.1}
     first = slots(folder, **settings)
+    assert first < CONTEXT * ROWS * LOOPS  # the memory is what limits
     assert torch.cuda.memory_reserved() > 0
     torch.empty(4 << 30, dtype=torch.uint8, device="cuda")  # held by the allocator, not used
     assert slots(folder, **settings) == first
