@@ -118,7 +118,7 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
     """Slots that fit the budget, by measuring everything else: static buffers and one largest chunk
     are really allocated and run on a pool of one chunk, then freed."""
     device = checkpoint.device
-    torch.cuda.empty_cache()
+    _free_unused()
     total = torch.cuda.get_device_properties(device).total_memory
     loops = checkpoint.config.total_loops
     probe_tokens = min(chunk, checkpoint.context)
@@ -137,8 +137,7 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
     peak = max(peak, resting + of_chunk * (2 if args.single_stream is None else 1))
     peak -= probe_tokens * loops * checkpoint.slot_bytes
     del executor, pool, rows
-    gc.collect()
-    torch.cuda.empty_cache()
+    _free_unused()
 
     # The share is one of the whole device and counts what is ours alone: what others hold only limits
     # it where less is left. What the allocator holds but does not use is ours to use.
@@ -164,6 +163,13 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
         )
     # More than all rows at full length cannot be in use at once, and the scheduler keeps books on each.
     return min(budget // checkpoint.slot_bytes, probe.max_rows * probe.max_length * loops)
+
+
+def _free_unused() -> None:
+    """Give back what an executor that is gone has left, cuBLAS's workspaces of its streams included."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def run_chunk(
