@@ -51,6 +51,8 @@ class _Once(argparse.Action):
         values = self.const if self.nargs == 0 else values
         spelling, earlier = namespace.given.get(self.dest, (option, values))
         if spelling != option and earlier != values:
+            if self.nargs == 0:
+                raise ConfigError(f"{spelling} and {option} contradict each other")
             raise ConfigError(f"{spelling} {earlier} and {option} {values} set the same value differently")
         namespace.given[self.dest] = (option, values)
 

@@ -84,6 +84,11 @@ def _check_against_model(args: ServerArgs, model: OuroConfig, folder: Path) -> N
         )
     if args.chat_template is not None and not Path(args.chat_template).is_file():
         raise ConfigError(f"--chat-template {args.chat_template} is not a file")
+    if args.record_exit_trace is not None:
+        # It is written at shutdown, when it would be too late to say so.
+        record = Path(args.record_exit_trace)
+        if record.is_dir() or not os.access(record.parent, os.W_OK):
+            raise ConfigError(f"--record-exit-trace {record} is not a file that can be written")
 
 
 def check_port(host: str, port: int) -> None:

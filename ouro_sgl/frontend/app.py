@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 import orjson
+from fastapi.routing import APIRoute
 
 from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.manager import Call, TokenizerManager
@@ -67,6 +68,12 @@ class Application:
     def __init__(self, manager: TokenizerManager, api_key: str | None, max_body_bytes: int) -> None:
         self._manager = manager
         self._routes = make_routes(manager)
+        self._readers = {
+            (method, route.path)
+            for route in self._routes.routes
+            if isinstance(route, APIRoute) and route.body_field is not None
+            for method in route.methods or ()
+        }
         self._openai = OpenAIRoutes(manager)
         self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
         self._max_body_bytes = max_body_bytes
@@ -100,7 +107,8 @@ class Application:
         if path in PATHS:
             await self._complete(path, scope, body, receive, send)
             return
-        if body:
+        # What reads no body, an unknown path among it, answers whatever was sent.
+        if body and (method, path) in self._readers:
             # FastAPI's parser lets through what is not JSON in UTF-8, NaN and half characters among it.
             try:
                 orjson.loads(body)

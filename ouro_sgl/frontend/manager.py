@@ -56,6 +56,9 @@ log = logging.getLogger(__name__)
 # Characters in a call that are tokenized beside the event loop, so that other streams go on.
 LONG_TEXT = 16384
 
+# Seconds that a health probe waits for its own token before those of other requests count too.
+PROBE_PATIENCE = 1.0
+
 # Log-probabilities of a call beside those of its tokens. The processes hold some 200 bytes for each.
 MAX_LOGPROBS = 1 << 24
 
@@ -190,6 +193,7 @@ class TokenizerManager:
         self._probes: set[int] = set()  # uids of health probes, which are not counted
         self._controls: dict[int, asyncio.Future[ControlReply]] = {}
         self._probe_task: asyncio.Task[bool] | None = None
+        self._progress = asyncio.Event()  # something was computed since a probe began, or all is over
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     # ------------------------------------------------------------------ life
@@ -255,6 +259,7 @@ class TokenizerManager:
             self._fail_calls(message)
 
     def _fail_calls(self, message: str) -> None:
+        self._progress.set()
         for call in list(self._calls):
             call.fail(RequestError(message, 503))
         for reply in self._controls.values():
@@ -575,7 +580,10 @@ class TokenizerManager:
             del self._controls[control_id]
 
     async def probe(self, timeout: float) -> bool:
-        """Whether a real one-token request is answered in time. Probes at once share one request."""
+        """Whether a real one-token request is answered in time. Probes at once share one request.
+
+        Where all rows are taken or the queue is full, whether the other requests go on.
+        """
         if self._probe_task is None or self._probe_task.done():
             self._probe_task = self._loop.create_task(self._run_probe(timeout))
         return await asyncio.shield(self._probe_task)
@@ -585,16 +593,21 @@ class TokenizerManager:
         if self.args.exit_mode == "trace":
             params["exit_trace"] = [self.model.total_loops]
         body = GenerateBody(input_ids=[0], sampling_params=params)
+        self._progress.clear()
+        deadline = self._loop.time() + timeout
         try:
             call = await self.submit(body, probe=True)
         except RequestError:
             return False
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(min(timeout, PROBE_PATIENCE)):
                 await call.answer()
             return True
         except (RequestError, TimeoutError):
-            return False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._progress.wait()
+            return self._progress.is_set() and self.failure is None and not self.stopping
         finally:
             self.release(call)
 
@@ -650,6 +663,8 @@ class TokenizerManager:
 
     def _handle_batch(self, batch: TokenBatch) -> None:
         running = self._running
+        if batch.uids or batch.started:
+            self._progress.set()
         for started in batch.started:
             entry = running.get(started.uid)
             if entry is not None:

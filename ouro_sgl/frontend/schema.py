@@ -85,12 +85,16 @@ def convert_body(payload: dict[str, Any]) -> GenerateBody:
     """The same for Python objects.
 
     Raises:
-        SchemaError: a field has the wrong type.
+        SchemaError: a field has the wrong type, or a text holds half a character.
     """
     try:
-        return msgspec.convert(payload, GenerateBody)
+        body = msgspec.convert(payload, GenerateBody)
+        msgspec.json.encode(body, enc_hook=repr)  # finds the half characters, which no JSON body has
+    except UnicodeEncodeError:
+        raise SchemaError("a text of the request holds half a character (a lone surrogate)") from None
     except (msgspec.ValidationError, RecursionError) as error:
         raise SchemaError(str(error)) from None
+    return body
 
 
 @dataclass(slots=True)

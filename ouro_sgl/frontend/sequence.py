@@ -209,10 +209,8 @@ class Sequence:
             self.finish_reason = {"type": "stop", "matched": None}
         else:
             self.finish_reason = {"type": "abort", "message": message.message or "the request was aborted"}
-        text_ids = len(self.output_ids)
-        if message.reason == FinishReason.STOP_ID and self._trim:
-            text_ids -= 1
-        self._decode(text_ids)
+        # An end id on the last allowed token is no text either, though the length is what ended it.
+        self._decode(self._settled_tokens() if self._trim else len(self.output_ids))
         # The text of an aborted sequence is a prefix of what it would have become, so an unfinished
         # character is left out.
         if message.reason != FinishReason.ABORT:
@@ -253,7 +251,7 @@ class Sequence:
         return answer
 
     def _settled_tokens(self) -> int:
-        """Output tokens whose text may be shown: all but a last one that may turn out to be the stop."""
+        """Output tokens whose text may be shown: all but a last one that is, or may become, the stop."""
         count = len(self.output_ids)
         return count - 1 if count and self.output_ids[-1] in self._end_ids else count
 

@@ -155,6 +155,23 @@ def test_unknown_routes_and_methods(served: Served) -> None:
     assert client.patch("/generate", content=b"{}").status_code in (404, 405)
 
 
+def test_a_body_that_nobody_reads_may_be_anything(served: Served) -> None:
+    client, _ = served
+    form = {"content": b"--x", "headers": {"content-type": "multipart/form-data; boundary=x"}}
+    for method, path, status in (
+        ("POST", "/v1/audio/transcriptions", 404),
+        ("PUT", "/nothing", 404),
+        ("POST", "/get_model_info", 405),
+        ("PUT", "/abort_request", 405),
+        ("POST", "/continue_generation", 200),
+        ("POST", "/abort_request", 400),
+    ):
+        response = client.request(method, path, **form)
+        assert response.status_code == status, (method, path)
+        if status == 404:
+            assert response.json() == {"detail": "Not Found"}
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [

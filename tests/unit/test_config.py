@@ -132,6 +132,8 @@ def test_aliases_and_derived_flags(line: str, field: str, value: object) -> None
         ("--num-slots 5 --num-blocks 5", ["--num-blocks 5", "80", "5"]),
         ("--num-slots 5 --max-total-tokens 5", ["--num-slots", "--max-total-tokens"]),
         ("--num-slots 5 --kv-cache-memory-bytes 5", ["--num-slots", "--kv-cache-memory-bytes"]),
+        ("--disable-cuda-graph --cuda-graphs", ["--disable-cuda-graph and --cuda-graphs contradict"]),
+        ("--single-stream --no-single-stream", ["--single-stream and --no-single-stream contradict"]),
         ("--async-scheduling --disable-overlap-schedule", ["contradict"]),
         ("--async-scheduling --rounds-in-flight 1", ["synchronous"]),
         ("--no-async-scheduling --rounds-in-flight 2", ["--no-async-scheduling", "2"]),

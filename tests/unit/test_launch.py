@@ -101,6 +101,8 @@ def test_resolve_fills_in_what_the_checkpoint_says(folder: Path) -> None:
         ({"tokenizer_path": "/nowhere"}, ["/nowhere", "tokenizer.json"]),
         ({"exit_mode": "lookahead"}, ["lookahead.safetensors"]),
         ({"chat_template": "/nowhere.jinja"}, ["--chat-template", "/nowhere.jinja"]),
+        ({"record_exit_trace": "/nowhere/at/all"}, ["--record-exit-trace /nowhere/at/all", "written"]),
+        ({"record_exit_trace": "/"}, ["--record-exit-trace /", "written"]),
     ],
 )
 def test_resolve_refuses_what_does_not_fit(

@@ -18,7 +18,15 @@ from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.manager import MAX_LOGPROBS, TokenizerManager
 from ouro_sgl.frontend.sampling import mix_seed
 from ouro_sgl.frontend.schema import GenerateBody
-from ouro_sgl.messages import AbortReq, GenerateReq, ShutdownReq, StopReq, TokenBatch
+from ouro_sgl.messages import (
+    AbortReq,
+    Finished,
+    FinishReason,
+    GenerateReq,
+    ShutdownReq,
+    StopReq,
+    TokenBatch,
+)
 from tests.frontend_server import VOCAB_SIZE, write_echo_checkpoint
 from tests.mock_scheduler import SLOW_ROUND, MockScheduler, exit_depth
 from tests.models import byte_ids
@@ -413,6 +421,32 @@ async def test_a_probe_that_gets_no_answer_fails(folder: Path) -> None:
     async with running(folder, max_rows=0) as (manager, _):
         assert not await manager.probe(0.05)
         await wait_for(lambda: not manager._running)
+
+
+async def test_a_busy_server_is_not_ill(folder: Path) -> None:
+    async with running(folder, max_rows=1) as (manager, scheduler):
+        with scheduler.slowly():
+            call = asyncio.create_task(manager.generate(ask(rid="r", sampling_params=LONG)))
+            await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 1)
+            assert await manager.probe(10)  # its request waits all the time
+            probe = asyncio.create_task(manager.probe(10))
+            await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 3)
+            uid = scheduler.of_type(GenerateReq)[-1].uid
+            full = Finished(uid, FinishReason.ERROR, 0, message="the queue is full", status=503)
+            scheduler.inject(TokenBatch(finished=[full]))
+            assert await probe
+            assert not call.done()
+            manager.abort("r")
+            await call
+        await wait_for(lambda: not manager._running)
+
+
+async def test_a_probe_ends_with_the_server(folder: Path) -> None:
+    async with running(folder, max_rows=0) as (manager, scheduler):
+        probe = asyncio.create_task(manager.probe(1000))
+        await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 1)
+        manager.fail("gone")
+        assert not await asyncio.wait_for(probe, 100)
 
 
 def counters(manager: TokenizerManager) -> dict[str, float]:

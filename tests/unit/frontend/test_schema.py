@@ -65,6 +65,21 @@ def test_wrong_types_are_refused_with_their_place(name: str, value: Any) -> None
         convert_body({"text": "a", name: value})
 
 
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"text": "\ud800"},
+        {"text": ["a", "b\udfff"]},
+        {"text": "a", "extra_key": "\ud800"},
+        {"text": "a", "sampling_params": {"stop": ["\ud800"]}},
+        {"text": "a", "sampling_params": {"json_schema": {"const": "\ud800"}}},
+    ],
+)
+def test_half_a_character_is_refused(payload: dict[str, Any]) -> None:
+    with pytest.raises(SchemaError, match="half a character"):
+        convert_body(payload)
+
+
 @pytest.mark.parametrize("text", ["\x00", "\uffff", "e" + "\u0301" * 1000, "\u202eabc"])
 def test_odd_characters_are_kept(text: str) -> None:
     import orjson

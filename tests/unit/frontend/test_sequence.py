@@ -80,12 +80,25 @@ def test_an_ordinary_stop_id_is_never_shown(tokenizer: Tokenizer) -> None:
     assert end(sequence, FinishReason.STOP_ID, 3, matched=dot)["text"] == "hi"
 
 
-def test_length_comes_before_an_end_id(tokenizer: Tokenizer) -> None:
-    sequence = make(tokenizer, max_new_tokens=3)
-    feed(sequence, [*byte_ids("hi"), END])
-    answer = end(sequence, FinishReason.LENGTH, 3)
-    assert answer["text"] == "hi"
-    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("eager", [True, False])
+def test_length_comes_before_an_end_id(tokenizer: Tokenizer, skip: bool, eager: bool) -> None:
+    stop = ["zzz"] if eager else []
+    for last, trimmed, kept in ((END, "hi", "hi" if skip else "hi<|im_end|>"), (*byte_ids("."), "hi", "hi.")):
+        for keep, text in ((False, trimmed), (True, kept)):
+            sequence = make(
+                tokenizer,
+                max_new_tokens=3,
+                skip_special_tokens=skip,
+                stop=stop,
+                stop_token_ids=[last],
+                no_stop_trim=keep,
+            )
+            feed(sequence, [*byte_ids("hi"), last])
+            assert sequence.answer()["text"] == "hi"
+            answer = end(sequence, FinishReason.LENGTH, 3)
+            assert answer["text"] == text
+            assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
 
 
 def test_a_stop_string_cuts_text_and_tokens(tokenizer: Tokenizer) -> None:
