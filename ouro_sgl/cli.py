@@ -8,11 +8,10 @@ them are made from the metadata in ``config.py``. A flag is either served, refus
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ouro_sgl.config import HTTP, MEMORY, ROUNDS, SETTINGS, Kind, ServerArgs, Setting, flag
+from ouro_sgl.config import HTTP, MEMORY, ROUNDS, SETTINGS, Kind, ServerArgs, Setting, flag, nearest
 from ouro_sgl.errors import ConfigError
 
 SLOTS_PER_BLOCK = 16
@@ -170,9 +169,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     if name in {flag(field) for field, (_, setting) in SETTINGS.items() if setting.group == HTTP}:
         raise ConfigError(f"{name} concerns the HTTP server, which this command does not start")
     known = [*parser._option_string_actions, *REFUSED]
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"; the nearest is {nearest[0]}" if nearest else ""
-    raise ConfigError(f"unknown flag {name}{hint} (--help lists all)")
+    raise ConfigError(f"unknown flag {name}{nearest(name, known)} (--help lists all)")
 
 
 def _take_fixed(values: dict[str, Any]) -> None:

@@ -10,9 +10,11 @@ Not here: anything that needs the checkpoint (``launch.resolve``) or the device 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -320,6 +322,12 @@ class ServerArgs:
         _check_exit(self)
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What an error about an unknown ``name`` ends with: nothing if no known name is like it."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; the nearest is {found[0]}" if found else ""
+
+
 def flag(name: str) -> str:
     """The flag of a field: ``num_slots`` is ``--num-slots``."""
     return "--" + name.replace("_", "-")
@@ -376,6 +384,8 @@ GPU_ONLY = (
     "pad_to_power_of_two",
 )
 
+OFF_ON_CPU = ("cuda_graphs", "pad_to_power_of_two")  # who asks for less gets what there is
+
 
 def check_cpu(args: ServerArgs) -> None:
     """Refuse what only a GPU worker can do; called once the device is known to be the CPU.
@@ -384,7 +394,10 @@ def check_cpu(args: ServerArgs) -> None:
         ConfigError: names the flag.
     """
     for name in GPU_ONLY:
-        if getattr(args, name) is not None:
+        value = getattr(args, name)
+        if value is False and name in OFF_ON_CPU:
+            continue
+        if value is not None:
             advice = (
                 ": use --kv-cache-memory-bytes or --num-slots" if "memory" in name or "mem_" in name else ""
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import difflib
 import os
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import Any, Self, TypeVar
 import uvloop
 
 from ouro_sgl import launch
-from ouro_sgl.config import HTTP, SETTINGS, ServerArgs
+from ouro_sgl.config import HTTP, SETTINGS, ServerArgs, nearest
 from ouro_sgl.errors import ConfigError, EngineDeadError
 from ouro_sgl.frontend.manager import TokenizerManager
 from ouro_sgl.frontend.schema import GenerateBody
@@ -42,8 +41,7 @@ REASON_SECONDS = 1.0  # how long a dead child's reason may take to arrive over t
 def _settings(model_path: str | os.PathLike[str] | None, server_args: dict[str, Any]) -> ServerArgs:
     for name in server_args:
         if name not in SETTINGS:
-            nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"unknown setting {name!r}; the nearest is {nearest!r}")
+            raise ConfigError(f"unknown setting {name!r}{nearest(name, SETTINGS)}")
         if SETTINGS[name][1].group == HTTP:
             raise ConfigError(f"{name} concerns the HTTP server, which an Engine does not have")
     # What the processes say is of interest to a server's owner; a program wants its terminal.
@@ -306,8 +304,7 @@ class Engine:
 def _payload(prompt: Any, input_ids: Any, sampling_params: Any, options: dict[str, Any]) -> Answer:
     for name in options:
         if name not in OPTIONS:
-            nearest = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.0)[0]
-            raise TypeError(f"unknown option {name!r}; the nearest is {nearest!r}")
+            raise TypeError(f"unknown option {name!r}{nearest(name, OPTIONS)}")
     return {"text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, **options}
 
 

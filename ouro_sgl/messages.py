@@ -144,6 +144,8 @@ class ControlOp(enum.IntEnum):
     # them. Fails while requests run, unless paused. The reply's info holds ``weight_version`` and
     # ``paused_requests``.
     UPDATE_WEIGHTS = 4
+    # Begin a profile of the worker, to be written into the folder ``folder``; None: end and write it.
+    PROFILE = 5
 
 
 class ControlReq(Message):
@@ -364,7 +366,14 @@ class UpdateWeights(Message):
     model_path: str
 
 
-PlanMessage = StepPlan | UpdateWeights | ShutdownReq
+class Profile(Message):
+    """Begin a profile that is to be written into ``folder``, or with None end it and write it. Answered by
+    a :class:`Profiled`."""
+
+    folder: str | None
+
+
+PlanMessage = StepPlan | UpdateWeights | Profile | ShutdownReq
 
 
 # --------------------------------------------------------------------------- worker to scheduler
@@ -435,10 +444,17 @@ class WeightsUpdated(Message):
     message: str
 
 
+class Profiled(Message):
+    """What became of a :class:`Profile`: the file it was written to, or why not."""
+
+    ok: bool
+    message: str
+
+
 class WorkerFailed(Message):
     """The worker met an error that it cannot contain in one row and is about to exit."""
 
     message: str
 
 
-WorkerMessage = WorkerReady | RoundEvents | WeightsUpdated | WorkerFailed
+WorkerMessage = WorkerReady | RoundEvents | WeightsUpdated | Profiled | WorkerFailed

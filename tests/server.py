@@ -84,7 +84,7 @@ class Server:
     def get(self, path: str, *, timeout: float = 200.0) -> Answer:
         return self._send(urllib.request.Request(self.url + path), timeout)
 
-    def post(self, path: str, payload: Any, *, timeout: float = 200.0) -> Answer:
+    def post(self, path: str, payload: Any = None, *, timeout: float = 200.0) -> Answer:
         body = json.dumps(payload).encode()
         headers = {"Content-Type": "application/json"}
         return self._send(urllib.request.Request(self.url + path, body, headers), timeout)

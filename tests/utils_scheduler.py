@@ -549,8 +549,8 @@ class Simulation:
         """Ask for other weights; the worker loads them."""
         arguments = {"model_path": "/new", "weight_version": version}
         self.scheduler.control(ControlReq(0, ControlOp.UPDATE_WEIGHTS, arguments), now=0.0)
-        assert self.scheduler.take_update() == UpdateWeights("/new")
-        assert self.scheduler.take_update() is None
+        assert self.scheduler.take_orders() == [UpdateWeights("/new")]
+        assert self.scheduler.take_orders() == []
         self.worker.weights_updated()
         self.scheduler.weights_updated(WeightsUpdated(True, "loaded"))
         return self.scheduler.take_replies(0.0)[-1]

@@ -568,6 +568,15 @@ class TokenizerManager:
             self.model_path = model_path
         return reply
 
+    async def profile(self, folder: str | None) -> ControlReply:
+        """Begin a profile of the worker, to be written into ``folder``; with None end it and write it. ``ok``
+        is false, with the reason, if that could not be done.
+
+        Raises:
+            RequestError: the scheduler is not there.
+        """
+        return await self._control(ControlOp.PROFILE, {"folder": folder})
+
     async def _control(self, op: ControlOp, arguments: dict[str, Any] | None = None) -> ControlReply:
         self.limits()
         control_id = next(self._control_ids)

@@ -21,7 +21,9 @@ class Metrics:
         self.requests = self._counter("num_requests", "sequences that were accepted", model_name)
         self.aborted = self._counter("num_aborted_requests", "sequences that ended by an abort", model_name)
         self.failed = self._counter("num_failed_requests", "sequences that ended with an error", model_name)
-        self.refused = self._counter("num_refused_requests", "calls that were refused", model_name)
+        self.refused = self._counter(
+            "num_refused_requests", "calls that could be read and were refused", model_name
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of ended sequences", model_name)
         self.cached_tokens = self._counter("cached_tokens", "prompt tokens found in the cache", model_name)
         self.generation_tokens = self._counter("generation_tokens", "tokens that were generated", model_name)

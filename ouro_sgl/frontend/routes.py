@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import html
+import os
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,18 +33,13 @@ from ouro_sgl.frontend.openapi import (
     describe_generate,
 )
 from ouro_sgl.frontend.sampling import check_ids
+from ouro_sgl.messages import ControlReply
 from ouro_sgl.models.config import read_json
 
 PROBE_TIMEOUT = 20.0  # seconds
 LOAD_TIMEOUT = 2.0  # seconds; those who scrape metrics give up after some ten
 
 HEALTH_ROUTES = ("/health", "/health_generate")  # open to everybody
-
-# Routes of SGLang that this version does not serve: method, path.
-REFUSED_ROUTES = (
-    ("GET", "/start_profile"),
-    ("GET", "/stop_profile"),
-)
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -94,6 +91,15 @@ class PauseBody(Strict):
     )
 
 
+class ProfileBody(Strict):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    output_dir: str | None = Field(
+        None,
+        description="an existing folder on the server's machine; null: that of the environment variable "
+        "SGLANG_TORCH_PROFILER_DIR, else the one for temporary files",
+    )
+
+
 class UpdateWeightsBody(Strict):
     model_path: str = Field(description="a folder with weights of the same shapes, on the server's machine")
     weight_version: str | None = Field(None, description="a name for them; null: the number of the update")
@@ -131,8 +137,7 @@ def make_routes(manager: TokenizerManager) -> FastAPI:
     _add_info(app, manager)
     _add_actions(app, manager)
     _add_rollouts(app, manager)
-    for method, path in REFUSED_ROUTES:
-        app.add_api_route(path, _refuse, methods=[method], include_in_schema=False)
+    _add_profiles(app, manager)
     make_schema = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -170,10 +175,6 @@ def _document_refusals(paths: dict[str, dict[str, Any]]) -> None:
                 responses["503"] = {"description": NOT_READY, **refusal}
             if method == "post":
                 responses["413"] = {"description": TOO_LONG, **refusal}
-
-
-async def _refuse(request: Request) -> JSONResponse:
-    return JSONResponse(error_body(f"{request.url.path} is not supported yet by this server"), 400)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -359,6 +360,27 @@ def _add_actions(app: FastAPI, manager: TokenizerManager) -> None:
 
         texts = await asyncio.to_thread(decode)
         return {"text": texts if batch else texts[0]}
+
+
+def _add_profiles(app: FastAPI, manager: TokenizerManager) -> None:
+    """Traces of the worker by torch's profiler, as SGLang takes them."""
+
+    def answer(reply: ControlReply) -> PlainTextResponse:
+        if not reply.ok:
+            raise RequestError(reply.message)
+        return PlainTextResponse(f"{reply.message}\n")
+
+    @app.get("/start_profile", response_class=PlainTextResponse)
+    @app.post("/start_profile", response_class=PlainTextResponse)
+    async def start_profile(body: Annotated[ProfileBody | None, Body()] = None) -> PlainTextResponse:
+        asked = None if body is None else body.output_dir
+        folder = asked or os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir()
+        return answer(await manager.profile(os.path.abspath(folder)))
+
+    @app.get("/stop_profile", response_class=PlainTextResponse)
+    @app.post("/stop_profile", response_class=PlainTextResponse)
+    async def stop_profile() -> PlainTextResponse:
+        return answer(await manager.profile(None))
 
 
 def _add_rollouts(app: FastAPI, manager: TokenizerManager) -> None:

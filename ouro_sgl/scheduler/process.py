@@ -28,6 +28,7 @@ from ouro_sgl.messages import (
     AbortReq,
     ControlReq,
     GenerateReq,
+    Profiled,
     RoundEvents,
     SampleReq,
     SchedulerFailed,
@@ -178,6 +179,8 @@ class SchedulerProcess:
                     scheduler.process_events(message)
                 elif isinstance(message, WeightsUpdated):
                     scheduler.weights_updated(message)
+                elif isinstance(message, Profiled):
+                    scheduler.profiled(message)
                 elif isinstance(message, WorkerFailed):
                     raise EngineDeadError(message.message)
                 else:
@@ -199,9 +202,8 @@ class SchedulerProcess:
             plan = scheduler.step()
             if plan is not None:
                 self.send_to_worker(plan)
-            update = scheduler.take_update()
-            if update is not None:
-                self.send_to_worker(update)
+            for order in scheduler.take_orders():
+                self.send_to_worker(order)
             output = scheduler.take_output()
             if output is not None:
                 self.send_to_frontend(output)

@@ -44,6 +44,8 @@ from ouro_sgl.messages import (
     GenerateReq,
     Grant,
     Mask,
+    Profile,
+    Profiled,
     PromptLogprobs,
     Release,
     RoundEvents,
@@ -103,7 +105,8 @@ class Scheduler:
         self.weight_version = INITIAL_WEIGHT_VERSION
         self._generation = 0  # of the weights
         self._update: ControlReq | None = None  # asked of the worker, not answered yet
-        self._unsent_update: UpdateWeights | None = None
+        self._profiles: deque[ControlReq] = deque()  # likewise
+        self._orders: list[UpdateWeights | Profile] = []  # for the worker, not sent yet
         self._plan_id = 0
         self._chunk_id = 0
         self._arrivals = 0
@@ -192,6 +195,9 @@ class Scheduler:
             self._replies.append(ControlReply(message.control_id, True))
         elif message.op is ControlOp.UPDATE_WEIGHTS:
             self._begin_update(message)
+        elif message.op is ControlOp.PROFILE:
+            self._profiles.append(message)
+            self._orders.append(Profile(message.arguments["folder"]))
         else:
             self._controls.append((message, now))
 
@@ -215,12 +221,12 @@ class Scheduler:
             self._replies.append(ControlReply(message.control_id, False, problem))
             return
         self._update = message
-        self._unsent_update = UpdateWeights(message.arguments["model_path"])
+        self._orders.append(UpdateWeights(message.arguments["model_path"]))
 
-    def take_update(self) -> UpdateWeights | None:
-        """An update for the worker, to be sent after the plan of the same step."""
-        update, self._unsent_update = self._unsent_update, None
-        return update
+    def take_orders(self) -> list[UpdateWeights | Profile]:
+        """For the worker, to be sent after the plan of the same step."""
+        orders, self._orders = self._orders, []
+        return orders
 
     def weights_updated(self, message: WeightsUpdated) -> None:
         """The worker's answer. Nothing cached from other weights is used again."""
@@ -240,6 +246,13 @@ class Scheduler:
                     info["paused_requests"] += 1
             info["weight_version"] = self.weight_version
         self._replies.append(ControlReply(asked.control_id, message.ok, message.message, info))
+
+    def profiled(self, message: Profiled) -> None:
+        """The worker's answer to the oldest order of a profile."""
+        if not self._profiles:
+            raise IntegrityError("the worker reports a profile that nobody asked for")
+        asked = self._profiles.popleft()
+        self._replies.append(ControlReply(asked.control_id, message.ok, message.message))
 
     def take_replies(self, now: float) -> list[ControlReply]:
         """Answers that are due: all but flushes which still wait for draining rows."""

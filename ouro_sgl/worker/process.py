@@ -17,8 +17,9 @@ import zmq
 from ouro_sgl.config import ServerArgs
 from ouro_sgl.errors import ConfigError
 from ouro_sgl.ipc import Edge, Receiver, Sender
-from ouro_sgl.messages import PlanMessage, ShutdownReq, UpdateWeights, WorkerFailed
+from ouro_sgl.messages import PlanMessage, Profile, ShutdownReq, UpdateWeights, WorkerFailed
 from ouro_sgl.worker.build import build
+from ouro_sgl.worker.profile import Profiler
 from ouro_sgl.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -27,21 +28,24 @@ logger = logging.getLogger(__name__)
 def serve(worker: Worker, plans: Receiver[PlanMessage], events: Sender) -> None:
     """Run until a :class:`ShutdownReq`. Blocks on the plan socket when nothing runs."""
     stopping = False
+    profiler = Profiler()
     waiting: deque[PlanMessage] = deque()
 
     def turn() -> None:
         """Apply what has come, let the worker take one step, send what it has to say.
 
-        New weights wait, and what comes after them, until no chunk is half launched.
+        New weights and profiles wait, and what comes after them, until no chunk is half launched.
         """
         nonlocal stopping
         waiting.extend(plans.drain())
-        while waiting and not (worker.launching_chunk and isinstance(waiting[0], UpdateWeights)):
+        while waiting and not (worker.launching_chunk and isinstance(waiting[0], UpdateWeights | Profile)):
             message = waiting.popleft()
             if isinstance(message, ShutdownReq):
                 stopping = True
             elif isinstance(message, UpdateWeights):
                 events.send(worker.update_weights(message))
+            elif isinstance(message, Profile):
+                events.send(profiler.handle(message))
             else:
                 worker.apply(message)
         report = worker.step()

@@ -172,19 +172,6 @@ def test_a_body_that_nobody_reads_may_be_anything(served: Served) -> None:
             assert response.json() == {"detail": "Not Found"}
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/start_profile"),
-        ("GET", "/stop_profile"),
-    ],
-)
-def test_routes_that_are_not_served_yet_say_so(served: Served, method: str, path: str) -> None:
-    response = served[0].request(method, path)
-    assert response.status_code == 400
-    assert path in response.json()["error"]["message"]
-
-
 def test_the_api_key(folder: Path) -> None:
     with running_frontend(folder, api_key="secret") as frontend, frontend.client() as client:
         scheduler = start_scheduler(frontend)

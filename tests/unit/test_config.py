@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ouro_sgl import cli
-from ouro_sgl.config import SETTINGS, ServerArgs, flag
+from ouro_sgl.config import SETTINGS, ServerArgs, check_cpu, flag
 from ouro_sgl.errors import ConfigError
 
 
@@ -110,8 +110,7 @@ def test_aliases_and_derived_flags(line: str, field: str, value: object) -> None
         ("--page-size 16", ["--page-size 16", "only 1"]),
         ("--block-size 32", ["--block-size 32", "only 16"]),
         ("--device cpu --cuda-graphs", ["--cuda-graphs", "runs on the CPU"]),
-        ("--device cpu --no-cuda-graphs", ["--cuda-graphs", "runs on the CPU"]),
-        ("--device cpu --disable-cuda-graph", ["--cuda-graphs", "runs on the CPU"]),
+        ("--device cpu --no-static-buffers", ["--static-buffers", "runs on the CPU"]),
         ("--device cpu --cuda-graph-max-bs=8", ["--cuda-graph-max-bs", "runs on the CPU"]),
         ("--device cpu --pad-to-power-of-two", ["--pad-to-power-of-two", "runs on the CPU"]),
         ("--device cpu --static-buffers", ["--static-buffers", "runs on the CPU"]),
@@ -160,6 +159,11 @@ def test_a_flag_that_resembles_none_gets_no_false_hint() -> None:
     with pytest.raises(ConfigError) as caught:
         parse("--enable-torch-compile")
     assert str(caught.value) == "unknown flag --enable-torch-compile (--help lists all)"
+
+
+@pytest.mark.parametrize("line", ["--disable-cuda-graph", "--no-cuda-graphs", "--no-pad-to-power-of-two"])
+def test_off_is_what_the_cpu_does(line: str) -> None:
+    check_cpu(parse(f"--device cpu {line}"))
 
 
 def test_a_command_without_http_says_so() -> None:

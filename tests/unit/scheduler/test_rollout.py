@@ -14,6 +14,8 @@ from ouro_sgl.messages import (
     ControlReq,
     FinishReason,
     GenerateReq,
+    Profile,
+    Profiled,
     RoundEvents,
     RowParams,
     StepPlan,
@@ -90,7 +92,7 @@ def test_weights_are_not_updated_while_requests_run() -> None:
     (reply,) = control(sim.scheduler, ControlOp.UPDATE_WEIGHTS, model_path="/new", weight_version=None)
     assert not reply.ok
     assert "pause first" in reply.message
-    assert sim.scheduler.take_update() is None
+    assert sim.scheduler.take_orders() == []
     sim.run_until_done()
     reply = sim.update_weights()
     assert reply.ok
@@ -444,3 +446,17 @@ def test_retracted_requests_take_no_room_in_the_queue_while_their_rows_drain() -
     batch = scheduler.take_output()
     assert batch is not None
     assert [(f.uid, f.status) for f in batch.finished] == [(3, 503)]
+
+
+def test_profiles_are_orders_to_the_worker_and_answered_in_turn() -> None:
+    scheduler = make_scheduler()
+    scheduler.control(ControlReq(7, ControlOp.PROFILE, {"folder": "/traces"}), now=0.0)
+    scheduler.control(ControlReq(8, ControlOp.PROFILE, {"folder": None}), now=0.0)
+    assert scheduler.take_orders() == [Profile("/traces"), Profile(None)]
+    assert scheduler.take_replies(100.0) == []
+    scheduler.profiled(Profiled(True, "begun"))
+    assert scheduler.take_replies(0.0) == [ControlReply(7, True, "begun")]
+    scheduler.profiled(Profiled(False, "full"))
+    assert scheduler.take_replies(0.0) == [ControlReply(8, False, "full")]
+    with pytest.raises(IntegrityError, match="nobody asked for"):
+        scheduler.profiled(Profiled(True, "again"))

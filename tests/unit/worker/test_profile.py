@@ -1,0 +1,50 @@
+"""Profiles of a worker: written whole, or an answer that says why not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ouro_sgl.messages import Profile, Profiled
+from ouro_sgl.worker.profile import Profiler
+
+
+def test_a_profile_holds_what_ran_between_its_ends(tmp_path: Path) -> None:
+    profiler = Profiler()
+    assert profiler.handle(Profile(str(tmp_path))).ok
+    again = profiler.handle(Profile("/elsewhere"))
+    assert (again.ok, again.message) == (False, f"a profile for {tmp_path} is being taken")
+    torch.ones(3, 3) @ torch.ones(3, 3)
+    ended = profiler.handle(Profile(None))
+    assert ended.ok
+    (file,) = tmp_path.iterdir()
+    assert ended.message == f"the profile is written to {file}"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert "aten::matmul" in {event.get("name") for event in events}
+    assert profiler.handle(Profile(None)) == Profiled(False, "no profile is being taken")
+    assert profiler.handle(Profile(str(tmp_path))).ok  # another one may follow
+    assert profiler.handle(Profile(None)).ok
+
+
+@pytest.mark.parametrize("folder", ["/does/not/exist", "/dev/null", "/nowhere/a\0b"])
+def test_a_folder_that_is_none_is_named(folder: str) -> None:
+    profiler = Profiler()
+    refused = profiler.handle(Profile(folder))
+    assert not refused.ok
+    assert "is not a folder" in refused.message
+    assert profiler.handle(Profile(None)).message == "no profile is being taken"
+
+
+def test_a_folder_that_is_gone_at_the_end_is_an_answer(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    profiler = Profiler()
+    assert profiler.handle(Profile(str(folder))).ok
+    folder.rmdir()
+    ended = profiler.handle(Profile(None))
+    assert not ended.ok
+    assert str(folder) in ended.message
