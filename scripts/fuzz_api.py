@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -53,8 +54,11 @@ def start(log: Path) -> tuple[subprocess.Popen[bytes], str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "ouro_sgl.launch_server", "--port", str(port), *FLAGS]
+    environment = {**os.environ, "SGLANG_TORCH_PROFILER_DIR": str(log.parent)}
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment
+        )
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + READY_TIMEOUT
     while True:
