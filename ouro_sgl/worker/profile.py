@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import gzip
 import os
 import shutil
@@ -50,6 +52,11 @@ class Profiler:
             _write(running, self._folder / name)
         except (OSError, RuntimeError) as error:
             return Profiled(False, f"the profile could not be written to {self._folder}: {error}")
+        finally:
+            # Some 5 KB for each event, which a cycle and the C library would keep.
+            del running
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
         return Profiled(True, f"the profile is written to {self._folder / name}")
 
 

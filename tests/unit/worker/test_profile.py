@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import resource
 from pathlib import Path
 
@@ -86,3 +87,21 @@ def test_profiles_in_the_same_second_are_files_of_their_own(tmp_path: Path) -> N
         assert profiler.handle(Profile(str(tmp_path))).ok
         assert profiler.handle(Profile(None)).ok
     assert len(list(tmp_path.iterdir())) == 5
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_memory_of_a_profile_comes_back(tmp_path: Path) -> None:
+    profiler = Profiler()
+    assert profiler.handle(Profile(str(tmp_path))).ok
+    assert profiler.handle(Profile(None)).ok  # what the first one loads stays
+    before = resident()
+    assert profiler.handle(Profile(str(tmp_path))).ok
+    matrix = torch.ones(3, 3)
+    for _ in range(50_000):
+        torch.mm(matrix, matrix)
+    assert profiler.handle(Profile(None)).ok
+    assert resident() - before < 50 << 20
