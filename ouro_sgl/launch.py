@@ -50,7 +50,7 @@ def resolve(args: ServerArgs) -> ServerArgs:
     name = args.served_model_name or args.model_path or BUNDLED_MODEL.name
     model = load_config(folder)
     tokenizer = Path(args.tokenizer_path).expanduser() if args.tokenizer_path else folder
-    if not (tokenizer / "tokenizer.json").is_file():
+    if not os.path.isfile(tokenizer / "tokenizer.json"):  # Path.is_file raises where a name is too long
         raise ConfigError(f"{tokenizer} holds no tokenizer.json")
     _check_against_model(args, model, folder)
     chunk = args.chunked_prefill_size
@@ -82,13 +82,23 @@ def _check_against_model(args: ServerArgs, model: OuroConfig, folder: Path) -> N
         raise ConfigError(
             f"--exit-mode lookahead needs a trained head, but {folder} has no lookahead.safetensors"
         )
-    if args.chat_template is not None and not Path(args.chat_template).is_file():
+    if args.chat_template is not None and not os.path.isfile(args.chat_template):
         raise ConfigError(f"--chat-template {args.chat_template} is not a file")
     if args.record_exit_trace is not None:
-        # It is written at shutdown, when it would be too late to say so.
-        record = Path(args.record_exit_trace)
-        if record.is_dir() or not os.access(record.parent, os.W_OK):
-            raise ConfigError(f"--record-exit-trace {record} is not a file that can be written")
+        _check_record(Path(args.record_exit_trace))
+
+
+def _check_record(record: Path) -> None:
+    """The record is written at shutdown, when it would be too late to say that it cannot be: a draft beside
+    it, which then takes its name. That of a pipe or a device would be lost to all who use it."""
+    try:
+        # named as the draft will be, as a name can be too long
+        with tempfile.NamedTemporaryFile(dir=record.parent, prefix=f"{record.name}.", suffix=".tmp"):
+            usable = record.is_file() or not record.exists()
+    except (OSError, ValueError):  # ValueError: NUL, half a character
+        usable = False
+    if not usable:
+        raise ConfigError(f"--record-exit-trace {record} is not a file that can be written")
 
 
 def check_port(host: str, port: int) -> None:

@@ -91,7 +91,8 @@ class Application:
             headers = [(b"allow", ", ".join(allowed).encode())]
             await _send_json(send, 405, {"detail": "Method Not Allowed"}, headers)
             return
-        if method not in ("POST", "PUT", "PATCH"):
+        reads = (method, path) in self._readers
+        if method not in ("POST", "PUT", "PATCH") and not reads:
             await self._routes(scope, receive, send)
             return
         try:
@@ -108,7 +109,7 @@ class Application:
             await self._complete(path, scope, body, receive, send)
             return
         # What reads no body, an unknown path among it, answers whatever was sent.
-        if body and (method, path) in self._readers:
+        if body and reads:
             # FastAPI's parser lets through what is not JSON in UTF-8, NaN and half characters among it.
             try:
                 orjson.loads(body)

@@ -604,21 +604,27 @@ class TokenizerManager:
         body = GenerateBody(input_ids=[0], sampling_params=params)
         self._progress.clear()
         deadline = self._loop.time() + timeout
-        try:
-            call = await self.submit(body, probe=True)
-        except RequestError:
-            return False
-        try:
-            async with asyncio.timeout(min(timeout, PROBE_PATIENCE)):
-                await call.answer()
-            return True
-        except (RequestError, TimeoutError):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
-                    await self._progress.wait()
-            return self._progress.is_set() and self.failure is None and not self.stopping
-        finally:
-            self.release(call)
+        while True:
+            try:
+                call = await self.submit(body, probe=True)
+            except RequestError:
+                return False
+            try:
+                async with asyncio.timeout_at(min(self._loop.time() + PROBE_PATIENCE, deadline)):
+                    answer = await call.answer()
+                assert isinstance(answer, dict)
+                if answer["meta_info"]["finish_reason"]["type"] != "abort":
+                    return True
+                # Somebody ended all requests, which says nothing about the worker: ask again.
+            except (RequestError, TimeoutError) as error:
+                if isinstance(error, RequestError) and error.status != 503:
+                    return False  # it ran and failed
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(deadline):
+                        await self._progress.wait()
+                return self._progress.is_set() and self.failure is None and not self.stopping
+            finally:
+                self.release(call)
 
     # ------------------------------------------------------------------ messages
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ouro_sgl.errors import ConfigError
@@ -17,11 +18,11 @@ def resolve_checkpoint(model_path: str, revision: str | None = None) -> Path:
         ConfigError: no such folder or hub name, no network, or a revision of a local folder.
     """
     folder = Path(model_path).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):  # Path.is_dir raises where a name is too long
         if revision is not None:
             raise ConfigError(f"--revision {revision}: {model_path} is a local folder and has no revisions")
         return folder.resolve()
-    if folder.is_file():
+    if os.path.isfile(folder):
         raise ConfigError(f"{model_path} is a file; a checkpoint is a folder with config.json")
     if model_path.startswith(("/", ".", "~")) or model_path.count("/") > 1:
         raise ConfigError(f"{model_path} does not exist")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import gzip
 import os
+import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,6 +22,7 @@ class Profiler:
     def __init__(self) -> None:
         self._running: torch.profiler.profile | None = None
         self._folder = Path()
+        self._count = 0  # of the files, which may be several in a second
 
     def handle(self, message: Profile) -> Profiled:
         """Begin, or end and write. Writing takes the worker's time: seconds for some thousand rounds."""
@@ -25,7 +31,7 @@ class Profiler:
         if self._running is not None:
             return Profiled(False, f"a profile for {self._folder} is being taken")
         self._folder = Path(message.folder)
-        if not self._folder.is_dir():
+        if not os.path.isdir(message.folder):  # Path.is_dir raises where the name is too long
             return Profiled(False, f"output_dir {message.folder!r} is not a folder")
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -39,14 +45,43 @@ class Profiler:
         running, self._running = self._running, None
         if running is None:
             return Profiled(False, "no profile is being taken")
-        running.stop()
-        # under its name only when it is whole; torch takes the last suffix to compress
-        file = self._folder / f"ouro_sgl-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.trace.json.gz"
-        partial = file.with_name(f".{file.name}")
+        self._count += 1
+        name = f"ouro_sgl-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._count}.trace.json.gz"
         try:
-            running.export_chrome_trace(str(partial))
-            os.replace(partial, file)
+            running.stop()
+            _write(running, self._folder / name)
         except (OSError, RuntimeError) as error:
-            partial.unlink(missing_ok=True)
             return Profiled(False, f"the profile could not be written to {self._folder}: {error}")
-        return Profiled(True, f"the profile is written to {file}")
+        finally:
+            # Some 5 KB for each event, which a cycle and the C library would keep.
+            del running
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+        return Profiled(True, f"the profile is written to {self._folder / name}")
+
+
+def _write(profile: torch.profiler.profile, file: Path) -> None:
+    """Write ``file`` whole or not at all. torch's own compression takes several times as long.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with tempfile.TemporaryDirectory(
+        dir=file.parent, prefix=f".{file.name}-", ignore_cleanup_errors=True
+    ) as draft:
+        plain, packed = Path(draft, "trace.json"), Path(draft, "trace.json.gz")
+        profile.export_chrome_trace(str(plain))
+        if not _is_whole(plain):
+            raise OSError("there is no room for all of it")
+        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        os.replace(packed, file)
+
+
+def _is_whole(trace: Path) -> bool:
+    """torch only logs that it could not write: there is no file then, or not all of it."""
+    if not trace.is_file():
+        return False
+    with trace.open("rb") as file:
+        file.seek(max(0, trace.stat().st_size - 2))
+        return file.read().rstrip().endswith(b"}")

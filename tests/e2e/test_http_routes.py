@@ -172,6 +172,15 @@ def test_a_body_that_nobody_reads_may_be_anything(served: Served) -> None:
             assert response.json() == {"detail": "Not Found"}
 
 
+def test_the_body_of_a_get_is_read_as_any_other(served: Served) -> None:
+    client, _ = served
+    json_type = {"content-type": "application/json"}
+    for content, status in ((b'{"output_dir": "\\ud800"}', 400), (b" " * (9 << 20), 413)):
+        response = client.request("GET", "/start_profile", content=content, headers=json_type)
+        assert response.status_code == status
+        assert "body" in response.text
+
+
 def test_the_api_key(folder: Path) -> None:
     with running_frontend(folder, api_key="secret") as frontend, frontend.client() as client:
         scheduler = start_scheduler(frontend)

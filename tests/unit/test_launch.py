@@ -102,6 +102,11 @@ def test_resolve_fills_in_what_the_checkpoint_says(folder: Path) -> None:
         ({"exit_mode": "lookahead"}, ["lookahead.safetensors"]),
         ({"chat_template": "/nowhere.jinja"}, ["--chat-template", "/nowhere.jinja"]),
         ({"record_exit_trace": "/nowhere/at/all"}, ["--record-exit-trace /nowhere/at/all", "written"]),
+        ({"record_exit_trace": "/tmp/" + "a" * 255}, ["--record-exit-trace /tmp/a", "written"]),
+        ({"record_exit_trace": "/tmp/a\0b"}, ["--record-exit-trace /tmp/a", "written"]),
+        ({"chat_template": "a" * 300}, ["--chat-template", "not a file"]),
+        ({"tokenizer_path": "a" * 300}, ["tokenizer.json"]),
+        ({"model_path": "/" + "a" * 300}, ["does not exist"]),
         ({"record_exit_trace": "/"}, ["--record-exit-trace /", "written"]),
     ],
 )
@@ -112,6 +117,20 @@ def test_resolve_refuses_what_does_not_fit(
         launch.resolve(ServerArgs(**{"model_path": str(folder), **settings}))
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_record_takes_the_place_of_a_file_only(folder: Path, tmp_path: Path) -> None:
+    pipe, file = tmp_path / "pipe", tmp_path / "file"
+    os.mkfifo(pipe)
+    file.write_text("an older record")
+    for record in (pipe, file / "below"):
+        with pytest.raises(ConfigError, match="is not a file that can be written"):
+            launch.resolve(ServerArgs(model_path=str(folder), record_exit_trace=str(record)))
+    present = set(tmp_path.iterdir())
+    for record in (file, tmp_path / "new"):
+        launch.resolve(ServerArgs(model_path=str(folder), record_exit_trace=str(record)))
+    assert file.read_text() == "an older record"
+    assert set(tmp_path.iterdir()) == present
 
 
 def test_resolve_names_a_missing_tokenizer_and_a_foreign_model(folder: Path) -> None:

@@ -24,6 +24,7 @@ from ouro_sgl.messages import (
     FinishReason,
     GenerateReq,
     ShutdownReq,
+    Started,
     StopReq,
     TokenBatch,
 )
@@ -447,6 +448,31 @@ async def test_a_probe_ends_with_the_server(folder: Path) -> None:
         await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 1)
         manager.fail("gone")
         assert not await asyncio.wait_for(probe, 100)
+
+
+async def test_a_probe_that_ran_and_failed_fails(folder: Path) -> None:
+    async with running(folder, max_rows=0) as (manager, scheduler):
+        probe = asyncio.create_task(manager.probe(100))
+        await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 1)
+        uid = scheduler.of_type(GenerateReq)[0].uid
+        failed = Finished(uid, FinishReason.ERROR, 0, message="not finite")
+        scheduler.inject(TokenBatch(started=[Started(uid, 0)], finished=[failed]))
+        assert not await asyncio.wait_for(probe, 50)
+
+
+async def test_a_probe_that_is_aborted_with_all_others_asks_again(folder: Path) -> None:
+    async with running(folder, max_rows=0) as (manager, scheduler):
+        probe = asyncio.create_task(manager.probe(100))
+        for count in (1, 2):
+            await wait_for(lambda count=count: len(scheduler.of_type(GenerateReq)) == count)  # type: ignore[misc]
+            manager.abort(abort_all=True)
+        await wait_for(lambda: len(scheduler.of_type(GenerateReq)) == 3)
+        uid = scheduler.of_type(GenerateReq)[-1].uid
+        scheduler.inject(
+            TokenBatch([Started(uid, 0)], [uid], [1], [0], [4], {}, [Finished(uid, FinishReason.LENGTH, 1)])
+        )
+        assert await asyncio.wait_for(probe, 50)
+        assert not manager._running
 
 
 def counters(manager: TokenizerManager) -> dict[str, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ def test_a_profile_holds_what_ran_between_its_ends(tmp_path: Path) -> None:
     assert profiler.handle(Profile(None)).ok
 
 
-@pytest.mark.parametrize("folder", ["/does/not/exist", "/dev/null", "/nowhere/a\0b"])
+@pytest.mark.parametrize("folder", ["/does/not/exist", "/dev/null", "/nowhere/a\0b", "/" + "a" * 5000])
 def test_a_folder_that_is_none_is_named(folder: str) -> None:
     profiler = Profiler()
     refused = profiler.handle(Profile(folder))
@@ -48,3 +50,58 @@ def test_a_folder_that_is_gone_at_the_end_is_an_answer(tmp_path: Path) -> None:
     ended = profiler.handle(Profile(None))
     assert not ended.ok
     assert str(folder) in ended.message
+
+
+def test_a_folder_that_became_a_file_is_an_answer(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    profiler = Profiler()
+    assert profiler.handle(Profile(str(folder))).ok
+    folder.rmdir()
+    folder.touch()
+    ended = profiler.handle(Profile(None))
+    assert not ended.ok
+    assert str(folder) in ended.message
+
+
+@pytest.mark.parametrize("room", [0, 4096, 1 << 17])
+def test_what_does_not_fit_is_not_written_in_part(tmp_path: Path, room: int) -> None:
+    profiler = Profiler()
+    assert profiler.handle(Profile(str(tmp_path))).ok
+    for _ in range(1000):
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        ended = profiler.handle(Profile(None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not ended.ok
+    assert "no room" in ended.message or "File too large" in ended.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_profiles_in_the_same_second_are_files_of_their_own(tmp_path: Path) -> None:
+    profiler = Profiler()
+    for _ in range(5):
+        assert profiler.handle(Profile(str(tmp_path))).ok
+        assert profiler.handle(Profile(None)).ok
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_memory_of_a_profile_comes_back(tmp_path: Path) -> None:
+    profiler = Profiler()
+    assert profiler.handle(Profile(str(tmp_path))).ok
+    assert profiler.handle(Profile(None)).ok  # what the first one loads stays
+    before = resident()
+    assert profiler.handle(Profile(str(tmp_path))).ok
+    matrix = torch.ones(3, 3)
+    for _ in range(50_000):
+        torch.mm(matrix, matrix)
+    assert profiler.handle(Profile(None)).ok
+    assert resident() - before < 50 << 20
