@@ -48,6 +48,8 @@ def serve(worker: Worker, plans: Receiver[PlanMessage], events: Sender) -> None:
                 events.send(profiler.handle(message))
             else:
                 worker.apply(message)
+        if not worker.launching_chunk:
+            profiler.check_time()
         report = worker.step()
         if report is not None:
             events.send(report)

@@ -16,18 +16,24 @@ import torch
 from ouro_sgl.messages import Profile, Profiled
 
 
+MAX_SECONDS = 10.0  # of a profile: a busy one takes 75 MB and more, and four times as much to write
+
+
 class Profiler:
-    """torch's profiler from one :class:`Profile` to the next."""
+    """torch's profiler from one :class:`Profile` to the next, or for ``MAX_SECONDS``."""
 
     def __init__(self) -> None:
         self._running: torch.profiler.profile | None = None
         self._folder = Path()
         self._count = 0  # of the files, which may be several in a second
+        self._until = 0.0
+        self._over: Profiled | None = None  # what became of a profile that nobody has ended
 
     def handle(self, message: Profile) -> Profiled:
         """Begin, or end and write. Writing takes the worker's time: seconds for some thousand rounds."""
         if message.folder is None:
-            return self._end()
+            over, self._over = self._over, None
+            return over or self._end()
         if self._running is not None:
             return Profiled(False, f"a profile for {self._folder} is being taken")
         self._folder = Path(message.folder)
@@ -38,8 +44,15 @@ class Profiler:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         running = torch.profiler.profile(activities=activities)
         running.start()
-        self._running = running
+        self._running, self._over = running, None
+        self._until = time.monotonic() + MAX_SECONDS
         return Profiled(True, f"a profile is being taken; /stop_profile writes it to {self._folder}")
+
+    def check_time(self) -> None:
+        """End and write a profile that has run for too long; the next message that ends it is told so."""
+        if self._running is not None and time.monotonic() > self._until:
+            ended = self._end()
+            self._over = Profiled(ended.ok, f"{ended.message}, of its first {MAX_SECONDS:.0f} s")
 
     def _end(self) -> Profiled:
         running, self._running = self._running, None

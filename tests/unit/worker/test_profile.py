@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ouro_sgl.messages import Profile, Profiled
+from ouro_sgl.worker import profile
 from ouro_sgl.worker.profile import Profiler
 
 
@@ -30,6 +31,23 @@ def test_a_profile_holds_what_ran_between_its_ends(tmp_path: Path) -> None:
     assert profiler.handle(Profile(None)) == Profiled(False, "no profile is being taken")
     assert profiler.handle(Profile(str(tmp_path))).ok  # another one may follow
     assert profiler.handle(Profile(None)).ok
+
+
+def test_a_profile_that_nobody_ends_ends_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiler = Profiler()
+    profiler.check_time()
+    assert profiler.handle(Profile(str(tmp_path))).ok
+    profiler.check_time()
+    assert not list(tmp_path.iterdir())  # it has time left
+    monkeypatch.setattr(profile, "MAX_SECONDS", 0.0)
+    profiler.handle(Profile(None))
+    assert profiler.handle(Profile(str(tmp_path))).ok
+    profiler.check_time()
+    assert len(list(tmp_path.iterdir())) == 2
+    over = profiler.handle(Profile(None))
+    assert over.ok
+    assert over.message.endswith(".trace.json.gz, of its first 0 s")
+    assert profiler.handle(Profile(None)).message == "no profile is being taken"
 
 
 @pytest.mark.parametrize("folder", ["/does/not/exist", "/dev/null", "/nowhere/a\0b", "/" + "a" * 5000])
