@@ -15,7 +15,6 @@ import torch
 
 from ouro_sgl.messages import Profile, Profiled
 
-
 MAX_SECONDS = 10.0  # of a profile: a busy one takes 75 MB and more, and four times as much to write
 
 
