@@ -370,15 +370,23 @@ def _add_profiles(app: FastAPI, manager: TokenizerManager) -> None:
             raise RequestError(reply.message)
         return PlainTextResponse(f"{reply.message}\n")
 
-    @app.get("/start_profile", response_class=PlainTextResponse)
-    @app.post("/start_profile", response_class=PlainTextResponse)
+    # documented here, since those without a body would get no 400 of their own
+    refused: dict[int | str, dict[str, Any]] = {
+        400: {
+            "description": "Nothing is begun or ended; the message says why",
+            "model": ErrorDoc | SchemaErrorDoc,
+        }
+    }
+
+    @app.get("/start_profile", response_class=PlainTextResponse, responses=refused)
+    @app.post("/start_profile", response_class=PlainTextResponse, responses=refused)
     async def start_profile(body: Annotated[ProfileBody | None, Body()] = None) -> PlainTextResponse:
         asked = None if body is None else body.output_dir
         folder = asked or os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir()
         return answer(await manager.profile(os.path.abspath(folder)))
 
-    @app.get("/stop_profile", response_class=PlainTextResponse)
-    @app.post("/stop_profile", response_class=PlainTextResponse)
+    @app.get("/stop_profile", response_class=PlainTextResponse, responses=refused)
+    @app.post("/stop_profile", response_class=PlainTextResponse, responses=refused)
     async def stop_profile() -> PlainTextResponse:
         return answer(await manager.profile(None))
 

@@ -50,6 +50,10 @@ def test_a_profile_of_some_requests(server: Server, traces: Path) -> None:
     assert ended.body.decode() == f"the profile is written to {file}\n"
     assert sum(event.get("name") == "aten::mm" for event in events(file)) > 8
     assert server.get("/stop_profile").status == 400
+    paths = server.get("/openapi.json").json()["paths"]
+    for path in ("/start_profile", "/stop_profile"):
+        for method in ("get", "post"):
+            assert set(paths[path][method]["responses"]) >= {"200", "400", "401", "503"}, (method, path)
 
 
 def test_a_folder_of_ones_own(server: Server, tmp_path: Path) -> None:
