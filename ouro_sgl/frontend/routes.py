@@ -40,6 +40,7 @@ PROBE_TIMEOUT = 20.0  # seconds
 LOAD_TIMEOUT = 2.0  # seconds; those who scrape metrics give up after some ten
 
 HEALTH_ROUTES = ("/health", "/health_generate")  # open to everybody
+PROFILE_ROUTES = ("/start_profile", "/stop_profile")  # refused in some states, whatever they bring
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -168,12 +169,12 @@ def _document_refusals(paths: dict[str, dict[str, Any]]) -> None:
         for method, operation in operations.items():
             responses = operation["responses"]
             responses.pop("422", None)
-            if "requestBody" in operation:
+            if "requestBody" in operation or path in PROFILE_ROUTES:
                 responses.setdefault("400", {"description": "The request is refused", **either})
             if path not in HEALTH_ROUTES:
                 responses["401"] = {"description": NO_KEY, **refusal}
                 responses["503"] = {"description": NOT_READY, **refusal}
-            if method == "post":
+            if method == "post" or "requestBody" in operation:
                 responses["413"] = {"description": TOO_LONG, **refusal}
 
 
@@ -370,23 +371,15 @@ def _add_profiles(app: FastAPI, manager: TokenizerManager) -> None:
             raise RequestError(reply.message)
         return PlainTextResponse(f"{reply.message}\n")
 
-    # documented here, since those without a body would get no 400 of their own
-    refused: dict[int | str, dict[str, Any]] = {
-        400: {
-            "description": "Nothing is begun or ended; the message says why",
-            "model": ErrorDoc | SchemaErrorDoc,
-        }
-    }
-
-    @app.get("/start_profile", response_class=PlainTextResponse, responses=refused)
-    @app.post("/start_profile", response_class=PlainTextResponse, responses=refused)
+    @app.get("/start_profile", response_class=PlainTextResponse)
+    @app.post("/start_profile", response_class=PlainTextResponse)
     async def start_profile(body: Annotated[ProfileBody | None, Body()] = None) -> PlainTextResponse:
         asked = None if body is None else body.output_dir
         folder = asked or os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir()
         return answer(await manager.profile(os.path.abspath(folder)))
 
-    @app.get("/stop_profile", response_class=PlainTextResponse, responses=refused)
-    @app.post("/stop_profile", response_class=PlainTextResponse, responses=refused)
+    @app.get("/stop_profile", response_class=PlainTextResponse)
+    @app.post("/stop_profile", response_class=PlainTextResponse)
     async def stop_profile() -> PlainTextResponse:
         return answer(await manager.profile(None))
 
