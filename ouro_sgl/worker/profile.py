@@ -15,7 +15,7 @@ import torch
 
 from ouro_sgl.messages import Profile, Profiled
 
-MAX_SECONDS = 10.0  # of a profile: a busy one takes 75 MB and more, and four times as much to write
+MAX_SECONDS = 10.0  # of a profile: every event takes memory, and more to write
 
 
 class Profiler:
@@ -51,7 +51,7 @@ class Profiler:
         """End and write a profile that has run for too long; the next message that ends it is told so."""
         if self._running is not None and time.monotonic() > self._until:
             ended = self._end()
-            self._over = Profiled(ended.ok, f"{ended.message}, of its first {MAX_SECONDS:.0f} s")
+            self._over = Profiled(ended.ok, f"{ended.message}; it had reached its {MAX_SECONDS:.0f} s")
 
     def _end(self) -> Profiled:
         running, self._running = self._running, None
@@ -65,7 +65,7 @@ class Profiler:
         except (OSError, RuntimeError) as error:
             return Profiled(False, f"the profile could not be written to {self._folder}: {error}")
         finally:
-            # Some 5 KB for each event, which a cycle and the C library would keep.
+            # else a cycle and the C library would keep the events
             del running
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)

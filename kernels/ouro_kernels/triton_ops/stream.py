@@ -2,8 +2,8 @@
 
 Triton's own loops begin to load after the dependency wait of programmatic dependent launch. These
 kernels are in Gluon, Triton's lower language, to ask for their first weight tiles before it: the weights
-do not depend on the kernel before. So the memory is busy through the ramps between kernels, which at one
-row are a quarter of a round. With more rows the kernels of ``gemm`` are as fast or faster.
+do not depend on the kernel before. So the memory is busy through the ramps between kernels, a large part
+of a round of few rows.
 
 Bits: the chain of k-steps is that of ``gemm``, and so are the bits.
 """
