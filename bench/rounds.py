@@ -1,11 +1,11 @@
 """Decode rounds against their byte floor, through the worker's real loop.
 
-    python -m bench.rounds [--cells 1024x1,1024x32] [--outputs 24] [--pdl on,off] [--stream-rows 16,0]
+    python -m bench.rounds [--cells 1024x1,1024x32] [--outputs 24] [--pdl on,off] [--ahead-rows 128,16,0]
                            [--profile] [--beside]
 
 Needs a CUDA device. Depth is 4 for every token, prompts count as cached; a round's floor is its bytes
 over the copy bandwidth measured in the same run. 6 cells take about 15 s beside start and compiling.
-``--stream-rows``: up to how many rows products ask for their weights ahead (cuda_round.STREAM_ROWS).
+``--ahead-rows``: up to how many rows products ask for their weights ahead (cuda_round.AHEAD_ROWS).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def run_cell(
     outputs: int,
     copy: float,
     pdl: str,
-    stream_rows: int,
+    ahead_rows: int,
     *,
     profile: bool,
     beside: bool,
 ) -> None:
     """Print one line for a cell, and with ``profile`` the time of each kernel and between rounds."""
     context, rows = map(int, cell.split("x"))
-    cuda_round.STREAM_ROWS = stream_rows
+    cuda_round.AHEAD_ROWS = ahead_rows
     spare = 1 if beside else 0
     depths = [[4] * outputs for _ in range(rows + spare)]
     pool = filled_pool(model, (rows + spare) * (context + outputs) * model.config.total_loops)
@@ -56,7 +56,7 @@ def run_cell(
     floor += config.vocab_size * config.hidden_size * 2 // 4  # lm_head in one round of four
     per_round = seconds / rounds
     print(
-        f"{cell} pdl {pdl}, stream up to {stream_rows}{' beside a prefill' if beside else ''}: "
+        f"{cell} pdl {pdl}, ahead up to {ahead_rows}{' beside a prefill' if beside else ''}: "
         f"{per_round * 1e6:.0f} us per round, {floor / copy / per_round:.1%} of the floor "
         f"({floor / copy * 1e6:.0f} us)",
         flush=True,
@@ -97,7 +97,7 @@ def main() -> None:
         choices=("on", "off", "on,off"),
         help="programmatic dependent launch",
     )
-    parser.add_argument("--stream-rows", default=str(cuda_round.STREAM_ROWS))
+    parser.add_argument("--ahead-rows", default=str(cuda_round.AHEAD_ROWS))
     parser.add_argument(
         "--profile", action="store_true", help="print the time of each kernel and between rounds"
     )
@@ -111,12 +111,12 @@ def main() -> None:
     run = partial(run_cell, model, copy=copy, profile=options.profile, beside=options.beside)
     run_all(
         (
-            f"{cell} pdl {pdl}, stream up to {stream_rows}",
-            partial(run, cell=cell, outputs=options.outputs, pdl=pdl, stream_rows=int(stream_rows)),
+            f"{cell} pdl {pdl}, ahead up to {ahead_rows}",
+            partial(run, cell=cell, outputs=options.outputs, pdl=pdl, ahead_rows=int(ahead_rows)),
         )
         for cell in options.cells.split(",")
         for pdl in options.pdl.split(",")
-        for stream_rows in options.stream_rows.split(",")
+        for ahead_rows in options.ahead_rows.split(",")
     )
 
 

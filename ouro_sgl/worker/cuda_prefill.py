@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from ouro_kernels.triton_ops import norm
+from ouro_kernels.triton_ops import hopper, norm
 from ouro_kernels.triton_ops.prefill import PackedKV, gather, plan_groups, prefill_attention, rope_write
 from ouro_kernels.triton_ops.sampling import log_sum_exp
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ouro_sgl.messages import Chunk, ChunkLogprobs, Segment, TopLogprobs
 from ouro_sgl.models.ouro import OuroModel
@@ -111,8 +113,17 @@ class CudaPrefill:
             )
         }
         narrow = model.dtype == torch.float32
-        self._block_q, self._block_k = (32, 32) if narrow else (64, 64)
-        self._stages = 2 if narrow or config.head_dim > 128 else 3
+        self._attention: Callable[..., None]
+        if hopper.supported(model.device, model.dtype) and config.head_dim in (64, 128):
+            module, describe = hopper.prefill, hopper.products.describe
+            self._block_q, self._block_k = module.BLOCK_Q, module.BLOCK_K
+            programs = torch.cuda.get_device_properties(model.device).multi_processor_count
+            self._attention = partial(module.prefill_attention, programs=programs)
+        else:
+            describe = TensorDescriptor.from_tensor
+            self._block_q, self._block_k = (32, 32) if narrow else (64, 64)
+            stages = 2 if narrow or config.head_dim > 128 else 3
+            self._attention = partial(prefill_attention, block_q=self._block_q, stages=stages)
         longest = -(-rows.slot_table.shape[2] // self._block_k) * self._block_k
         self._packed = PackedKV(
             max(longest, 2 * max_tokens),
@@ -121,6 +132,7 @@ class CudaPrefill:
             self._block_k,
             model.dtype,
             model.device,
+            describe,
         )
 
     def _linear(self, name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -227,7 +239,7 @@ class CudaPrefill:
                     model.sin,
                 )
                 gather(keys, values, table, group.copies, depth_offset, packed.keys, packed.values)
-                prefill_attention(
+                self._attention(
                     query[mine],
                     packed.key_tiles,
                     packed.value_tiles,
@@ -235,8 +247,6 @@ class CudaPrefill:
                     mixed[mine],
                     config.head_dim**-0.5,
                     config.num_kv_heads,
-                    self._block_q,
-                    stages=self._stages,
                 )
             out = self._linear("out", mixed.view(tokens, -1), layer.attention_out).unsqueeze(0)
             norm.sandwich(out, residual, layer.attention_norm, layer.mlp_input_norm, x, eps)

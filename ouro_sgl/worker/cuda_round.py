@@ -7,7 +7,6 @@ the host reads it once the event recorded behind it has passed.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections import deque
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 import triton
-from ouro_kernels.triton_ops import attention, gemm, norm, sampling, state
+from ouro_kernels.triton_ops import attention, gemm, hopper, norm, sampling, state
 
 from ouro_sgl.messages import ExitMode, FinishReason, TopLogprobs
 from ouro_sgl.models.config import OuroConfig
@@ -25,17 +24,11 @@ from ouro_sgl.worker.round import Head, RoundBlock
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
 
-stream: Any
-try:
-    stream = importlib.import_module("ouro_kernels.triton_ops.stream")
-except ImportError:  # Gluon is experimental in Triton: where its names have changed, gemm does it all
-    stream = None
-
 logger = logging.getLogger(__name__)
 
 VOCABULARY_BLOCK = 1024
 SELECT_BLOCK = 4096
-STREAM_ROWS = 16  # up to so many rows, products ask for their weights before the kernel before has ended
+AHEAD_ROWS = 128  # up to so many rows, products ask for their weights before the kernel before has ended
 # Lines of the event block, see ``advance_kernel``; the lambdas follow, one line per loop.
 COUNTS_LINE, REPORTS_LINE, LAMBDA_LINES = 7, 8, 9
 
@@ -422,8 +415,8 @@ class CudaRounds:
         out = self._partial[: out_splits * bucket * hidden].view(out_splits, bucket, hidden)
         down = self._partial[: down_splits * bucket * hidden].view(down_splits, bucket, hidden)
         table = rows.slot_table.view(-1, rows.slot_table.shape[2])
-        early = pdl and bucket <= STREAM_ROWS and stream and stream.supported(model.device, model.dtype)
-        products: Any = stream if early else gemm
+        early = pdl and bucket <= AHEAD_ROWS and hopper.supported(model.device, model.dtype)
+        products: Any = hopper.products if early else gemm
         linear, gate_up = products.linear, products.gate_up
         norm.enter(rows.hidden, self._lanes, self._count, layers[0].input_norm, residual, x, eps)
         for index, layer in enumerate(layers):
@@ -441,7 +434,7 @@ class CudaRounds:
                 config.head_dim**-0.5,
                 self._programs,
                 pdl=pdl,
-                early=bool(early),
+                early=early,
             )
             flat = mixed.view(bucket, -1)
             linear(flat, layer.attention_out, out, tiles.out, out_splits, pdl=pdl)

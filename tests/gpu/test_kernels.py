@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from ouro_kernels.norm import rms_norm
@@ -19,7 +21,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    return 1e-2 if dtype == torch.bfloat16 else 1e-5
+    return {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -90,33 +92,33 @@ def test_gate_up(dtype: torch.dtype) -> None:
     [(6144, 2048, 1, 128), (2048, 2048, 4, 128), (2048, 5632, 2, 128), (259, 96, 1, 32), (64, 16, 1, 16)],
 )
 def test_linear_ahead_has_the_bits_of_linear(columns: int, inner: int, splits: int, block_k: int) -> None:
-    from ouro_kernels.triton_ops import gemm, stream
+    from ouro_kernels.triton_ops import gemm, hopper
 
-    if not stream.supported(torch.device("cuda"), torch.bfloat16):
+    if not hopper.supported(torch.device("cuda"), torch.bfloat16):
         pytest.skip("these kernels need compute capability 9")
     weight = (torch.randn(columns, inner, device="cuda") / inner**0.5).bfloat16()
-    for rows, block_m in ((1, 16), (7, 16), (16, 16), (33, 32)):
+    for rows, block_m in ((1, 16), (7, 16), (16, 16), (33, 32), (100, 128), (130, 64)):
         x = torch.randn(rows, inner, device="cuda").bfloat16()
         tile = gemm.GemmTile(block_m, 64, block_k, 4, 4, swap=True)
         out, expected = (poisoned(splits, rows, columns, dtype=torch.float32) for _ in range(2))
         gemm.linear(x, weight, expected, tile, splits)
-        stream.linear(x, weight, out, tile, splits)
+        hopper.products.linear(x, weight, out, tile, splits)
         assert torch.equal(out, expected), rows
 
 
 @pytest.mark.parametrize(("width", "inner", "block_k"), [(5632, 2048, 128), (96, 64, 64), (40, 48, 16)])
 def test_gate_up_ahead_has_the_bits_of_gate_up(width: int, inner: int, block_k: int) -> None:
-    from ouro_kernels.triton_ops import gemm, stream
+    from ouro_kernels.triton_ops import gemm, hopper
 
-    if not stream.supported(torch.device("cuda"), torch.bfloat16):
+    if not hopper.supported(torch.device("cuda"), torch.bfloat16):
         pytest.skip("these kernels need compute capability 9")
     weight = (torch.randn(2 * width, inner, device="cuda") / inner**0.5).bfloat16()
-    for rows, block_m in ((1, 16), (16, 16), (33, 32)):
+    for rows, block_m in ((1, 16), (16, 16), (33, 32), (100, 64), (130, 128)):
         x = torch.randn(rows, inner, device="cuda").bfloat16()
         tile = gemm.GemmTile(block_m, 64, block_k, 4, 3, swap=True)
         out, expected = (poisoned(rows, width, dtype=torch.bfloat16) for _ in range(2))
         gemm.gate_up(x, weight, expected, tile)
-        stream.gate_up(x, weight, out, tile)
+        hopper.products.gate_up(x, weight, out, tile)
         assert torch.equal(out, expected), rows
 
 
@@ -225,19 +227,30 @@ def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_di
         assert torch.isnan(out[1:]).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", ["triton", "hopper"])
+@pytest.mark.parametrize("dtype", [*DTYPES, pytest.param(torch.float16, id="float16")])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 16, 128), (4, 2, 64)])
 @pytest.mark.parametrize("capacity", [768, 4096])
 def test_prefill_attention(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, capacity: int
+    kernel: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, capacity: int
 ) -> None:
     """Right, and bit-identical for every chunk of a row and beside other rows, in one group or several."""
+    from ouro_kernels.triton_ops import hopper
+
+    describe = prefill.TensorDescriptor.from_tensor
     block_q, block_k = (32, 32) if dtype == torch.float32 else (64, 64)
+    attend = partial(prefill.prefill_attention, block_q=block_q)
+    if kernel == "hopper":
+        if not hopper.supported(torch.device("cuda"), dtype):
+            pytest.skip("these kernels need 16 bits and compute capability 9")
+        describe = hopper.products.describe
+        block_q, block_k = hopper.prefill.BLOCK_Q, hopper.prefill.BLOCK_K
+        attend = partial(hopper.prefill.prefill_attention, programs=7)
     lengths = [700, 301]
     _, keys, values, table, _, _ = lanes([length + 1 for length in lengths], heads, kv_heads, head_dim, dtype)
     scale = head_dim**-0.5
     queries = [torch.randn(n, heads, head_dim, device="cuda").to(dtype) for n in lengths]
-    packed = prefill.PackedKV(capacity, kv_heads, head_dim, block_k, dtype, keys.device)
+    packed = prefill.PackedKV(capacity, kv_heads, head_dim, block_k, dtype, keys.device, describe)
 
     def ints(values: list[object]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device="cuda")
@@ -255,16 +268,10 @@ def test_prefill_attention(
             packed.values[group.places] = values[slots[mine]].view(-1, kv_heads * head_dim)
             copies = ints(group.copies).view(-1, 4)
             prefill.gather(keys, values, table, copies, 0, packed.keys, packed.values)
-            prefill.prefill_attention(
-                query[mine],
-                packed.key_tiles,
-                packed.value_tiles,
-                ints(group.blocks),
-                out[mine],
-                scale,
-                kv_heads,
-                block_q,
-            )
+            blocks = ints(group.blocks)
+            attend(
+                query[mine], packed.key_tiles, packed.value_tiles, blocks, out[mine], scale, kv_heads
+            )  # fmt: skip
         return out
 
     whole = [run([(lane, 0, length)]) for lane, length in enumerate(lengths)]

@@ -105,6 +105,14 @@ def _merge_run(
 
 
 @triton.jit
+def _touch(loaded):
+    """Keep a load that nothing else needs: what it brought is in the cache for those that follow."""
+    tl.inline_asm_elementwise(
+        "mov.u32 $0, $1;", "=r,r", [loaded.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _decode_kernel(
     qkv_ptr,
     cos_ptr,
@@ -151,6 +159,14 @@ def _decode_kernel(
     HALF: tl.constexpr = D // 2
     SHARE: tl.constexpr = HEADS // KV_HEADS
     if PDL:
+        if tl.program_id(0) < items:
+            # the work list and the table are older than the kernel before
+            item = tl.program_id(0) // HEADS
+            lane = tl.load(item_lane_ptr + item)
+            places = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
+            at = tl.load(item_start_ptr + item) + tl.arange(0, PART)
+            _touch(tl.load(places + at, mask=at < tl.load(length_ptr + lane), other=0))
+            _touch(tl.load(first_part_ptr + lane) + tl.load(first_group_ptr + lane))
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()

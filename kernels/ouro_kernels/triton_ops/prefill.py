@@ -11,7 +11,9 @@ running state bit for bit unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -368,7 +370,10 @@ def prefill_attention(
 
 
 class PackedKV:
-    """K and V of a group side by side, ``capacity`` positions, read in tiles of ``block_k``."""
+    """K and V of a group side by side, ``capacity`` positions, read in tiles of ``block_k``.
+
+    ``describe``: makes the descriptor that the attention kernel takes of a tensor and its block.
+    """
 
     def __init__(
         self,
@@ -378,9 +383,10 @@ class PackedKV:
         block_k: int,
         dtype: torch.dtype,
         device: torch.device,
+        describe: Callable[[torch.Tensor, list[int]], Any] = TensorDescriptor.from_tensor,
     ) -> None:
         self.capacity = capacity
         self.keys = torch.zeros(capacity, kv_heads * head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
-        self.key_tiles = TensorDescriptor.from_tensor(self.keys, [block_k, head_dim])
-        self.value_tiles = TensorDescriptor.from_tensor(self.values, [block_k, head_dim])
+        self.key_tiles = describe(self.keys, [block_k, head_dim])
+        self.value_tiles = describe(self.values, [block_k, head_dim])

@@ -1,9 +1,9 @@
-"""The products of ``gemm`` for the fewest rows: weights stream in while the kernel before still runs.
+"""The products of ``gemm`` of a round: weights stream in while the kernel before still runs.
 
 Triton's own loops begin to load after the dependency wait of programmatic dependent launch. These
 kernels are in Gluon, Triton's lower language, to ask for their first weight tiles before it: the weights
-do not depend on the kernel before. So the memory is busy through the ramps between kernels, a large part
-of a round of few rows.
+do not depend on the kernel before. So the memory is busy through the ramps between kernels, the more of a
+round the fewer its rows.
 
 Bits: the chain of k-steps is that of ``gemm``, and so are the bits.
 """
@@ -28,12 +28,6 @@ from ouro_kernels.triton_ops.gemm import GemmTile, pdl_launch
 
 # A kernel lets its successor start once its own last loads are under way: the successor then asks for its
 # weights behind them. Sooner, both would share the memory and the shared memory; later, it would idle.
-
-
-def supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device has the instructions (compute capability 9) and the kernels take the dtype."""
-    sixteen_bits = dtype in (torch.bfloat16, torch.float16)
-    return sixteen_bits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -180,10 +174,10 @@ def _gate_up_kernel(
     gl.store(y_ptr + rm[None, :] * F + rn[:, None], out, mask=(rm < rows)[None, :] & (rn < F)[:, None])
 
 
-def _descriptor(x: torch.Tensor, block_rows: int, block_k: int) -> TensorDescriptor:
+def describe(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """x [rows, columns], bf16 or fp16, as the kernels of this folder's Gluon files read it."""
     kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([block_rows, block_k], kind)
-    return TensorDescriptor.from_tensor(x, [block_rows, block_k], layout)
+    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, kind))
 
 
 def linear(
@@ -201,8 +195,8 @@ def linear(
     rows, columns, inner = out.shape[-2], weight.shape[0], weight.shape[1]
     grid = (triton.cdiv(columns, tile.block_n), triton.cdiv(rows, tile.block_m), splits)
     _linear_kernel[grid](
-        _descriptor(x, tile.block_m, tile.block_k),
-        _descriptor(weight, tile.block_n, tile.block_k),
+        describe(x, [tile.block_m, tile.block_k]),
+        describe(weight, [tile.block_n, tile.block_k]),
         out,
         rows,
         columns,
@@ -225,8 +219,8 @@ def gate_up(
     rows, width = out.shape
     grid = (triton.cdiv(width, tile.block_n), triton.cdiv(rows, tile.block_m))
     _gate_up_kernel[grid](
-        _descriptor(x, tile.block_m, tile.block_k),
-        _descriptor(weight, tile.block_n, tile.block_k),
+        describe(x, [tile.block_m, tile.block_k]),
+        describe(weight, [tile.block_n, tile.block_k]),
         out,
         rows,
         F=width,
