@@ -8,10 +8,11 @@ while C * outputs / 128 prompts are prefilled beside. Its prompts count as cache
 into them. Workers run in turn, every second time in reverse; the ratio is the median over the repeats of
 the output tokens per second with the switch to those without it. A switch "loses" below 0.98.
 
-Switches: ``graphs``; ``overlap`` (4 rounds in flight, not 1); ``streams`` (a chunk may take a second one);
-``static`` (buffers; graphs need them, so that this compares two eager stacks); ``undelayed`` (a token
-leaves at the loop that lets it, not one loop later, as policies ouro and ouro_delayed: here depths from a
-trace, as random weights have no gate worth the name). ``trace`` is depths 2, 3, 4 with 65, 30, 5 percent.
+Switches: ``graphs``; ``overlap`` (4 rounds in flight, not 1); ``one_stream`` (chunks run between rounds,
+not beside them); ``static`` (buffers; graphs need them, so that this compares two eager stacks);
+``undelayed`` (a token leaves at the loop that lets it, not one loop later, as policies ouro and
+ouro_delayed: here depths from a trace, as random weights have no gate worth the name). ``trace`` is depths
+2, 3, 4 with 65, 30, 5 percent.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LEAST = 0.98
 WITHOUT: dict[str, dict[str, object]] = {
     "graphs": {"graphs": False},
     "overlap": {"rounds_in_flight": 1},
-    "streams": {"single_stream": True},
+    "one_stream": {"single_stream": False},
     "static": {"graphs": False, "static_buffers": False},
     "undelayed": {},
 }

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ VOCABULARY = 49152
 START_SECONDS = 300.0
 
 Ask = Callable[[dict[str, Any]], AsyncIterator[dict[str, Any]]]  # a request to the chunks of its answer
+Info = Callable[[], dict[str, Any]]  # statistics of the server
 
 
 def checkpoint(folder: Path, layers: int) -> Path:
@@ -162,7 +164,16 @@ def latencies(answers: list[Answered], cell: str, outputs: int, stream: str) -> 
     yield f"answer {statistics.median(one.last for one in answers):.2f} s"
 
 
-async def measure(ask: Ask, cell: str, depths: str, stream: str, options: argparse.Namespace) -> None:
+def work(info: Info) -> Counter[str]:
+    """Totals since the start: rounds, rows in them, chunks."""
+    found = info()
+    worker = found["worker"]
+    return Counter(rounds=worker.get("rounds", 0), lanes=worker.get("lanes", 0), chunks=found["chunks"])
+
+
+async def measure(
+    ask: Ask, info: Info, cell: str, depths: str, stream: str, options: argparse.Namespace
+) -> None:
     """Run the trials of one cell and print a line for each, and one for the median of several."""
     context, concurrency = map(int, cell.split("x"))
     outputs = options.outputs
@@ -174,14 +185,18 @@ async def measure(ask: Ask, cell: str, depths: str, stream: str, options: argpar
     ):
         rng = random.Random(f"{cell} {depths} {stream} {len(rates)}")
         requests = [request(rng, context, outputs, depths, stream) for _ in range(2 * concurrency)]
+        before = work(info)
         begin = time.perf_counter()
         async with asyncio.timeout(options.limit):
             answers = await closed_loop(ask, requests, concurrency)
         seconds = time.perf_counter() - begin
+        done = work(info) - before
         spent += seconds
         rates.append(len(requests) * outputs / seconds)
         parts = [f"{name}: {rates[-1]:.1f} output tok/s in {seconds:.1f} s"]
         parts += latencies(answers, cell, outputs, stream)
+        parts.append(f"{done['rounds']} rounds of {done['lanes'] / done['rounds']:.1f} rows")
+        parts.append(f"{done['chunks']} chunks")
         print(", ".join(parts), flush=True)
     rate = statistics.median(rates)
     parts = [f"    median of {len(rates)}: {rate:.1f} output tok/s"]
@@ -198,7 +213,7 @@ async def warm_up(ask: Ask, context: int, options: argparse.Namespace) -> None:
     print(f"{context} tokens warm after {time.perf_counter() - begin:.1f} s", flush=True)
 
 
-async def run(ask: Ask, options: argparse.Namespace) -> list[str]:
+async def run(ask: Ask, info: Info, options: argparse.Namespace) -> list[str]:
     """Run all cells; the names of those that failed."""
     failed, warm = [], set()
     for cell in options.cells.split(","):
@@ -210,7 +225,7 @@ async def run(ask: Ask, options: argparse.Namespace) -> list[str]:
                 warm.add(context)
             for depths in options.depths:
                 for stream in options.stream:
-                    await measure(ask, cell, depths, stream, options)
+                    await measure(ask, info, cell, depths, stream, options)
         except Exception:
             failed.append(cell)
             print(f"{cell} FAILED after {time.perf_counter() - begin:.0f} s", flush=True)
@@ -234,7 +249,7 @@ def through_engine(path: Path, settings: dict[str, Any], options: argparse.Names
     with ouro_sgl.Engine(path, **settings) as engine:
         slots = engine.get_server_info()["num_slots"]
         print(f"engine ready after {time.perf_counter() - begin:.1f} s, {slots} slots", flush=True)
-        return asyncio.run(run(ask_engine(engine), options))
+        return asyncio.run(run(ask_engine(engine), engine.get_server_info, options))
 
 
 def through_http(path: Path, settings: dict[str, Any], options: argparse.Namespace) -> list[str]:
@@ -248,7 +263,9 @@ def through_http(path: Path, settings: dict[str, Any], options: argparse.Namespa
 
         async def drive() -> list[str]:
             async with ask_server(server.url) as ask:
-                return await run(ask, options)
+                return await run(
+                    ask, lambda: server.get("/server_info").json()["internal_states"][0], options
+                )
 
         failed = asyncio.run(drive())
         if failed:

@@ -75,7 +75,7 @@ class Bench:
     max_chunk: int = 4096
     graphs: bool = True
     static_buffers: bool = True
-    single_stream: bool | None = None
+    single_stream: bool = True
     pdl: bool = True
     spare: int = 0
     pool: KVPool | None = None

@@ -3,7 +3,7 @@
     python -m bench.trials [--parts shallow,deep] [--policies OURO,TRACE] [--modes 'eager;synchronous']
 
 Needs a CUDA device. A trial is one request of 32 tokens in one run; it differs if any token, exit depth or
-log-probability does from those of the request running alone: eager, in one stream, one round in flight.
+log-probability does from those of the request running alone: eager, one round in flight.
 Every mode runs under every policy, in turn with cold prompts and with cached prefixes (then on few rows,
 so that some requests come when others have ended), in turn with small and large chunks. Schedules come
 from the driver of the tests: random rows, slots, chunk borders, grants, arrivals. ``shallow``: 3 layers, 27
@@ -57,15 +57,15 @@ class Execution:
     crowded: bool = False  # short requests many times over, all at once
 
 
-ALONE = Execution(Mode(graphs=False, single_stream=True), rounds_in_flight=1, rows=1)
+ALONE = Execution(Mode(graphs=False), rounds_in_flight=1, rows=1)
 EXECUTIONS = {
-    "graphs, two streams, overlapped": Execution(),
+    "graphs, overlapped": Execution(),
     "8 rounds in flight, few rows": Execution(rounds_in_flight=8, rows=5),
     "synchronous": Execution(rounds_in_flight=1),
     "eager": Execution(Mode(graphs=False)),
-    "eager, synchronous, one stream": Execution(ALONE.mode, rounds_in_flight=1),
-    "one stream": Execution(Mode(single_stream=True)),
-    "always two streams": Execution(Mode(single_stream=False)),
+    "eager, synchronous": Execution(Mode(graphs=False), rounds_in_flight=1),
+    "two streams": Execution(Mode(single_stream=False)),
+    "two streams, eager": Execution(Mode(graphs=False, single_stream=False)),
     "many rows": Execution(rows=128, crowded=True),
     "many rows, padded to powers of two": Execution(Mode(power_of_two=True), rows=128, crowded=True),
     "no static buffers": Execution(Mode(graphs=False, static_buffers=False)),

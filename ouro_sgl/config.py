@@ -281,7 +281,7 @@ class ServerArgs:
         None,
         ROUNDS,
         "run prefill chunks between rounds, not beside them; GPU only",
-        auto="between them while fewer than two thirds of the rows decode",
+        auto="on, on a GPU",
     )
     pad_to_power_of_two: bool | None = _setting(
         None,

@@ -52,7 +52,7 @@ def build_cuda(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, Worker
         "attention_backend": "triton",
         "cuda_graphs": executor.graphs,
         "prefill_row_counts": executor.prefill_row_counts,
-        "single_stream": args.single_stream,
+        "single_stream": executor.one_stream,
         "device_name": torch.cuda.get_device_name(checkpoint.device),
         "chunked_prefill_size": chunk,
     }
@@ -109,7 +109,7 @@ def make_executor(
         max_graph_rows=args.cuda_graph_max_bs,
         max_graphs=args.cuda_graph_max_graphs,
         static_buffers=args.static_buffers is not False,
-        single_stream=args.single_stream,
+        single_stream=args.single_stream is not False,
         power_of_two=bool(args.pad_to_power_of_two),
     )
 
@@ -129,13 +129,8 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
     pool = KVPool(checkpoint.config, probe_tokens * loops, checkpoint.dtype, device)
     torch.cuda.reset_peak_memory_stats(device)
     executor = make_executor(args, checkpoint, probe, rows, pool, chunk, graphs=False)
-    peak, resting = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
     run_chunk(executor, rows, 0, probe_tokens, list(range(probe_tokens * loops)), checkpoint)
-    of_chunk = torch.cuda.max_memory_allocated(device) - resting
-    # what torch keeps for the chunks of one stream cannot serve those of the other
-    peak = max(peak, resting + of_chunk * (2 if args.single_stream is None else 1))
-    peak -= probe_tokens * loops * checkpoint.slot_bytes
+    peak = torch.cuda.max_memory_allocated(device) - probe_tokens * loops * checkpoint.slot_bytes
     del executor, pool, rows
     _free_unused()
 
@@ -181,5 +176,5 @@ def run_chunk(
         prompt = Prompt(0, 0, tokens, 0, 0, LogprobWish(0, ()))
         rows.set_prompt_slots(0, 0, slots)
     chunk = Chunk(0, [Segment(0, 0, start, end, [])])
-    executor.launch_chunk(chunk, {0: prompt}, lambda: None, beside=False).result()
+    executor.launch_chunk(chunk, {0: prompt}, lambda: None).result()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The CUDA side of the worker: two streams, graphs for rounds, memory sizing."""
+"""The CUDA side of the worker: streams, and the row counts that rounds are captured for."""
 
 from __future__ import annotations
 
@@ -35,13 +35,11 @@ def row_buckets(max_rows: int, *, power_of_two: bool) -> list[int]:
 
 
 class CudaExecutor:
-    """Rounds on the decode stream (high priority); chunks on it too, or beside it on the prefill stream.
+    """Rounds on the decode stream (high priority); chunks on it too, or beside it on one of their own.
 
-    Beside many decoding rows a chunk takes the second stream, and they go on; beside few, rounds would
-    mostly read weights for them while other prompts wait. ``single_stream`` true or false: always or never
-    on one. What changes streams waits for all that was launched before it. Row state and the table columns
-    of running rows are written on the decode stream alone, those of PREFILL rows where chunks run; a prompt's
-    last hidden state crosses over only after the host has seen its chunk's event.
+    Row state and the table columns of running rows are written on the decode stream alone, those of PREFILL
+    rows where chunks run; a prompt's last hidden state crosses over only after the host has seen its chunk's
+    event.
     """
 
     def __init__(
@@ -58,15 +56,14 @@ class CudaExecutor:
         max_graph_rows: int | None = None,
         max_graphs: int | None = None,
         static_buffers: bool = True,
-        single_stream: bool | None = None,
+        single_stream: bool = True,
         power_of_two: bool = False,
         pdl: bool = True,
     ) -> None:
         self._model = model
         self.decode_stream = torch.cuda.Stream(model.device, priority=-1)
-        self.prefill_stream = torch.cuda.Stream(model.device)
-        self._single_stream = single_stream
-        self._chunk_stream = self.decode_stream if single_stream else self.prefill_stream
+        self.one_stream = single_stream
+        self.prefill_stream = self.decode_stream if single_stream else torch.cuda.Stream(model.device)
         torch.cuda.synchronize()
         with self.prefilling():
             self._prefill = CudaPrefill(model, rows, pool, max_chunk)
@@ -107,20 +104,15 @@ class CudaExecutor:
         return torch.cuda.stream(self.decode_stream)
 
     def prefilling(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._chunk_stream)
+        return torch.cuda.stream(self.prefill_stream)
 
     def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> PendingRound:
         with self.decoding():
             return self._rounds.launch(running, wishes)
 
     def launch_chunk(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], *, beside: bool
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
     ) -> PendingChunk:
-        single = not beside if self._single_stream is None else self._single_stream
-        stream = self.decode_stream if single else self.prefill_stream
-        if stream is not self._chunk_stream:
-            stream.wait_stream(self._chunk_stream)
-            self._chunk_stream = stream
         with self.prefilling():
             pending = self._prefill.launch(chunk, prompts, between_layers)
         for tensor in pending.tensors():

@@ -29,14 +29,15 @@ class Pending(Protocol[R]):
 
 
 class Executor(Protocol):
+    one_stream: bool  # chunks run between rounds, not beside them
+
     def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> Pending[RoundBlock]:
         """One round; at most ``running`` rows can be live. ``wishes`` by row."""
 
     def launch_chunk(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], *, beside: bool
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
     ) -> Pending[ChunkResult]:
-        """``between_layers`` must be called often enough while launching takes host time; ``beside``: better
-        beside rounds than between them, where the device can do both."""
+        """``between_layers`` must be called often enough while launching takes host time."""
 
     def update_weights(self, folder: Path) -> None:
         """Run with the weights in ``folder`` from the next launch on.
@@ -68,6 +69,8 @@ class Computed(Generic[R]):
 class TorchExecutor:
     """The plain-torch twins; every launch computes at once."""
 
+    one_stream = True
+
     def __init__(
         self,
         model: OuroModel,
@@ -95,6 +98,6 @@ class TorchExecutor:
         return nullcontext()
 
     def launch_chunk(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], *, beside: bool
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
     ) -> Computed[ChunkResult]:
         return Computed(run_chunk(chunk, prompts, self._model, self._rows, self._attention))

@@ -32,7 +32,9 @@ from ouro_sgl.worker.round import RoundBlock
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
 
-BESIDE_SHARE = 2 / 3  # of the rows at work must decode for a chunk to run beside them
+# Of the rows at work: while fewer decode, rounds wait for the chunk that is being launched. They would mostly
+# read weights for those few, while the others wait for their prompts.
+DECODING_SHARE = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Worker:
         self._wishes: dict[int, LogprobWish] = {}  # rows that want log-probabilities of output tokens
         self._chunks: deque[Chunk] = deque()
         self.launching_chunk = False
+        self._rounds_wait = False  # for the chunk that is being launched
         # Rounds and chunks each retire in launch order; with two streams not in a common one.
         self._launched_chunks: deque[Pending[ChunkResult]] = deque()
         self._launched_rounds: deque[LaunchedRound] = deque()
@@ -213,7 +216,7 @@ class Worker:
 
     def _may_launch_round(self) -> bool:
         room = len(self._launched_rounds) < self._settings.rounds_in_flight
-        return room and self._runnable and bool(self._running)
+        return room and self._runnable and bool(self._running) and not self._rounds_wait
 
     def _launch_chunk(self, chunk: Chunk) -> None:
         """Segments of rows that were released meanwhile are left out; their slots are not in use yet."""
@@ -223,13 +226,13 @@ class Worker:
             return
         self.launching_chunk = True
         try:
-            # Rounds of few rows beside a chunk would cost more than they bring, while the others wait.
-            beside = len(self._running) >= BESIDE_SHARE * len(self._prompts)
+            few = len(self._running) < DECODING_SHARE * len(self._prompts)
+            self._rounds_wait = few and self._executor.one_stream
             work = self._executor.launch_chunk(
-                Chunk(chunk.chunk_id, segments), self._prompts, self.between_layers, beside=beside
+                Chunk(chunk.chunk_id, segments), self._prompts, self.between_layers
             )
         finally:
-            self.launching_chunk = False
+            self.launching_chunk = self._rounds_wait = False
         self._launched_chunks.append(work)
 
     def _read_chunk(self, result: ChunkResult) -> RoundEvents:

@@ -23,7 +23,7 @@ class Mode:
     """How rounds and chunks are executed; none of it may change a bit."""
 
     graphs: bool = True
-    single_stream: bool | None = None
+    single_stream: bool = True
     power_of_two: bool = False
     static_buffers: bool = True
 

@@ -21,10 +21,9 @@ LENGTH = 256
 MODES = [
     Mode(),
     Mode(graphs=False),
-    Mode(single_stream=True),
     Mode(single_stream=False),
     Mode(power_of_two=True),
-    Mode(graphs=False, static_buffers=False, single_stream=True),
+    Mode(graphs=False, static_buffers=False),
 ]
 
 

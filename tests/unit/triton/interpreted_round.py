@@ -26,6 +26,8 @@ from tests.worker_driver import Driver, Model, Request, Result, run
 class InterpretedExecutor:
     """Chunks and rounds by the Triton kernels."""
 
+    one_stream = True
+
     def __init__(self, prefill: CudaPrefill, rounds: CudaRounds) -> None:
         self._prefill, self._rounds = prefill, rounds
 
@@ -33,7 +35,7 @@ class InterpretedExecutor:
         return self._rounds.launch(running, wishes)
 
     def launch_chunk(
-        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None], *, beside: bool
+        self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
     ) -> PendingChunk:
         return self._prefill.launch(chunk, prompts, between_layers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from ouro_sgl.messages import (
     Segment,
     StepPlan,
 )
+from ouro_sgl.worker.prefill import Prompt
 from ouro_sgl.worker.rows import RowState
 from ouro_sgl.worker.worker import Worker, WorkerSettings
 from tests.models import chain_of, script_checkpoint
@@ -200,23 +202,32 @@ def test_no_more_rounds_are_launched_than_allowed(model: Model, in_flight: int) 
     assert deepest <= in_flight
 
 
-def test_a_chunk_runs_beside_rounds_when_most_rows_decode(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("one_stream", [True, False])
+def test_rounds_wait_for_the_launch_of_a_chunk_while_few_rows_decode(
+    model: Model, monkeypatch: pytest.MonkeyPatch, one_stream: bool
 ) -> None:
-    worker = make(model)
-    asked = []
+    worker = make(model, rounds_in_flight=2, max_rows=5)
     launch = worker._executor.launch_chunk
+    launched = []
 
-    def watched(*arguments: object, beside: bool) -> object:
-        asked.append(beside)
-        return launch(*arguments, beside=beside)
+    def layer_by_layer(
+        chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
+    ) -> object:
+        before = worker._retired_round + len(worker._launched_rounds)
+        for _ in range(6):
+            between_layers()
+        launched.append(worker._retired_round + len(worker._launched_rounds) > before)
+        return launch(chunk, prompts, between_layers)
 
-    monkeypatch.setattr(worker._executor, "launch_chunk", watched)
-    for row in range(4):  # the rows before it have begun to decode, and stall without grants
+    monkeypatch.setattr(worker._executor, "launch_chunk", layer_by_layer)
+    monkeypatch.setattr(worker._executor, "one_stream", one_stream)
+    worker.between_layers = worker.step
+    for row in range(5):  # the rows before it have begun to decode, and stall without grants
         plan = admission(row, row + 1, [10, 11], RowParams(max_new_tokens=4, temperature=0.0), 100 * row)
         worker.apply(numbered(plan, row + 1))
         run(worker)
-    assert asked == [False, False, True, True]  # 0 of 1, 1 of 2, 2 of 3, 3 of 4
+    # when no row decodes, 1 of 2, 2 of 3, 3 of 4, 4 of 5
+    assert launched == [False, not one_stream, True, True, True]
 
 
 def test_rows_wait_for_company_at_the_coda_but_at_most_t_rounds(model: Model) -> None:
