@@ -32,9 +32,7 @@ from ouro_sgl.worker.round import RoundBlock
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
 
-# Of the rows at work: while fewer decode, rounds wait for the chunk that is being launched. They would mostly
-# read weights for those few, while the others wait for their prompts.
-DECODING_SHARE = 2 / 3
+LONG_CHUNK = 1024  # tokens; it keeps a device busy for longer than its launches take
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,6 @@ class Worker:
         self._wishes: dict[int, LogprobWish] = {}  # rows that want log-probabilities of output tokens
         self._chunks: deque[Chunk] = deque()
         self.launching_chunk = False
-        self._rounds_wait = False  # for the chunk that is being launched
         # Rounds and chunks each retire in launch order; with two streams not in a common one.
         self._launched_chunks: deque[Pending[ChunkResult]] = deque()
         self._launched_rounds: deque[LaunchedRound] = deque()
@@ -86,6 +83,8 @@ class Worker:
         self._runnable = False
         self._wakes = 0
         self._chunks_since_round = 0
+        self._rounds_since_chunk = 0
+        self._long_chunk = False  # the newest chunk is one
         self._applied_plan = 0
         self._reported_plan = 0
         self._retired_round = 0
@@ -211,12 +210,28 @@ class Worker:
             self._launch_chunk(self._chunks.popleft())
         elif decodes:
             self._chunks_since_round = 0
+            self._rounds_since_chunk += 1
             work = self._executor.launch_round(len(self._running), self._wishes)
             self._launched_rounds.append(LaunchedRound(work, self._applied_plan, self._wakes))
 
     def _may_launch_round(self) -> bool:
         room = len(self._launched_rounds) < self._settings.rounds_in_flight
-        return room and self._runnable and bool(self._running) and not self._rounds_wait
+        return room and self._runnable and bool(self._running) and not self._must_wait()
+
+    def _must_wait(self) -> bool:
+        """Whether rounds have had their turns until the chunk under way ends, where both share a stream.
+
+        Behind each long chunk they have T turns, a whole token, if all rows decode, and fewer if only some
+        do: such rounds would mostly read weights for those few, while the others wait for their prompts.
+        """
+        if not (self._executor.one_stream and self._long_chunk):
+            return False
+        if self.launching_chunk:
+            return True
+        if not self._launched_chunks:
+            return False
+        turns = self.rows.total_loops * len(self._running) / len(self._prompts)
+        return self._rounds_since_chunk >= max(1, round(turns))
 
     def _launch_chunk(self, chunk: Chunk) -> None:
         """Segments of rows that were released meanwhile are left out; their slots are not in use yet."""
@@ -225,14 +240,14 @@ class Worker:
             self._launched_chunks.append(Computed(ChunkResult(chunk.chunk_id)))
             return
         self.launching_chunk = True
+        self._rounds_since_chunk = 0
+        self._long_chunk = sum(segment.end - segment.start for segment in segments) >= LONG_CHUNK
         try:
-            few = len(self._running) < DECODING_SHARE * len(self._prompts)
-            self._rounds_wait = few and self._executor.one_stream
             work = self._executor.launch_chunk(
                 Chunk(chunk.chunk_id, segments), self._prompts, self.between_layers
             )
         finally:
-            self.launching_chunk = self._rounds_wait = False
+            self.launching_chunk = False
         self._launched_chunks.append(work)
 
     def _read_chunk(self, result: ChunkResult) -> RoundEvents:

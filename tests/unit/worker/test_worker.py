@@ -21,7 +21,8 @@ from ouro_sgl.messages import (
     Segment,
     StepPlan,
 )
-from ouro_sgl.worker.prefill import Prompt
+from ouro_sgl.worker.executor import Pending
+from ouro_sgl.worker.prefill import ChunkResult, Prompt
 from ouro_sgl.worker.rows import RowState
 from ouro_sgl.worker.worker import Worker, WorkerSettings
 from tests.models import chain_of, script_checkpoint
@@ -202,32 +203,73 @@ def test_no_more_rounds_are_launched_than_allowed(model: Model, in_flight: int) 
     assert deepest <= in_flight
 
 
-@pytest.mark.parametrize("one_stream", [True, False])
-def test_rounds_wait_for_the_launch_of_a_chunk_while_few_rows_decode(
-    model: Model, monkeypatch: pytest.MonkeyPatch, one_stream: bool
+class Unfinished:
+    """A chunk's work that ends when the test says so."""
+
+    def __init__(self, work: Pending[ChunkResult]) -> None:
+        self._work, self.over = work, False
+
+    def done(self) -> bool:
+        return self.over and self._work.done()
+
+    def result(self) -> ChunkResult:
+        return self._work.result()
+
+
+@pytest.mark.parametrize(("one_stream", "long"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("decoding", "waiting", "turns"), [(1, 4, 1), (2, 1, 3), (3, 3, 2), (6, 1, 3), (7, 1, 4)]
+)
+def test_turns_of_rounds_behind_a_long_chunk(
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    one_stream: bool,
+    long: bool,
+    decoding: int,
+    waiting: int,
+    turns: int,
 ) -> None:
-    worker = make(model, rounds_in_flight=2, max_rows=5)
+    """On one stream as many as the share of rows that decode has of T, none while it is being launched."""
+    worker = make(model, rounds_in_flight=12, max_rows=8)
+    monkeypatch.setattr("ouro_sgl.worker.worker.LONG_CHUNK", 2 if long else 100)
+    monkeypatch.setattr(worker._executor, "one_stream", one_stream)
+    params = RowParams(max_new_tokens=30, temperature=0.0)
+    for row in range(decoding):
+        worker.apply(numbered(admission(row, 1, [10, 11], params, 8 * row), row + 1))
+        run(worker)
+    plan = admission(decoding, 1, [10, 11], params, 8 * decoding)
+    for row in range(decoding + 1, decoding + waiting):  # their chunks have not been planned yet
+        plan.admits += admission(row, 1, [10, 11], params, 8 * row).admits
+    plan.grants = [grant(row, 1, 2, 29, 100 + 120 * row) for row in range(decoding)]
     launch = worker._executor.launch_chunk
-    launched = []
+    meanwhile = []
+    works = []
 
     def layer_by_layer(
         chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
-    ) -> object:
-        before = worker._retired_round + len(worker._launched_rounds)
-        for _ in range(6):
+    ) -> Unfinished:
+        for _ in range(20):
             between_layers()
-        launched.append(worker._retired_round + len(worker._launched_rounds) > before)
-        return launch(chunk, prompts, between_layers)
+        meanwhile.append(len(worker._launched_rounds) + worker._retired_round - before)
+        works.append(Unfinished(launch(chunk, prompts, between_layers)))
+        return works[-1]
 
     monkeypatch.setattr(worker._executor, "launch_chunk", layer_by_layer)
-    monkeypatch.setattr(worker._executor, "one_stream", one_stream)
     worker.between_layers = worker.step
-    for row in range(5):  # the rows before it have begun to decode, and stall without grants
-        plan = admission(row, row + 1, [10, 11], RowParams(max_new_tokens=4, temperature=0.0), 100 * row)
-        worker.apply(numbered(plan, row + 1))
-        run(worker)
-    # when no row decodes, 1 of 2, 2 of 3, 3 of 4, 4 of 5
-    assert launched == [False, not one_stream, True, True, True]
+    before = worker._retired_round
+    worker.apply(numbered(plan, decoding + 1))
+    for _ in range(100):
+        worker.step()
+    behind = worker._retired_round + len(worker._launched_rounds) - before
+    if not (one_stream and long):
+        assert meanwhile[0] > 4
+        assert behind > 20
+        return
+    assert (meanwhile, behind) == ([0], turns)
+    works[0].over = True
+    for _ in range(100):
+        worker.step()
+    assert worker._retired_round + len(worker._launched_rounds) - before > behind + 20
 
 
 def test_rows_wait_for_company_at_the_coda_but_at_most_t_rounds(model: Model) -> None:
