@@ -219,19 +219,16 @@ class Worker:
         return room and self._runnable and bool(self._running) and not self._must_wait()
 
     def _must_wait(self) -> bool:
-        """Whether rounds have had their turns until the chunk under way ends, where both share a stream.
+        """Whether rounds must wait until the chunk under way ends, where both share a stream.
 
-        Behind each long chunk they have T turns, a whole token, if all rows decode, and fewer if only some
-        do: such rounds would mostly read weights for those few, while the others wait for their prompts.
+        Behind each long chunk they have T turns, a whole token, and none between its layers: more would
+        mostly read weights for the rows that decode, while the others wait for their prompts.
         """
         if not (self._executor.one_stream and self._long_chunk):
             return False
         if self.launching_chunk:
             return True
-        if not self._launched_chunks:
-            return False
-        turns = self.rows.total_loops * len(self._running) / len(self._prompts)
-        return self._rounds_since_chunk >= max(1, round(turns))
+        return bool(self._launched_chunks) and self._rounds_since_chunk >= self.rows.total_loops
 
     def _launch_chunk(self, chunk: Chunk) -> None:
         """Segments of rows that were released meanwhile are left out; their slots are not in use yet."""
