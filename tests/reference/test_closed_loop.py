@@ -91,7 +91,7 @@ class VirtualExecutor:
         return Timed(self.inner.launch_chunk(chunk, prompts, lambda: None).result(), self.clock)
 
     def update_weights(self, folder: Path) -> None:
-        raise NotImplementedError
+        self.inner.update_weights(folder)
 
     def decoding(self) -> AbstractContextManager[object]:
         return self.inner.decoding()
