@@ -114,7 +114,7 @@ class CudaPrefill:
         }
         narrow = model.dtype == torch.float32
         self._attention: Callable[..., None]
-        if hopper.supported(model.device, model.dtype) and config.head_dim in (64, 128):
+        if hopper.supported(model.device, model.dtype) and config.head_dim in hopper.prefill.HEAD_DIMS:
             module, describe = hopper.prefill, hopper.products.describe
             self._block_q, self._block_k = module.BLOCK_Q, module.BLOCK_K
             programs = torch.cuda.get_device_properties(model.device).multi_processor_count

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ouro_kernels.triton_ops.hopper_products import describe
 
+HEAD_DIMS = (64, 128)
 BLOCK_Q = 128
 BLOCK_K = 128
 STAGES = 3
@@ -317,7 +318,7 @@ def prefill_attention(
 ) -> None:
     """Causal attention of packed positions.
 
-    query, out [M, heads, D], D 64 or 128; packed_* ``describe`` [capacity, kv_heads * D] in blocks of
+    query, out [M, heads, D], D of HEAD_DIMS; packed_* ``describe`` [capacity, kv_heads * D] in blocks of
     [BLOCK_K, D]; blocks int32 [n, 5] (:class:`~ouro_kernels.triton_ops.prefill.PrefillGroup`) of BLOCK_Q
     queries; ``programs`` at most: as many as the device has SMs.
     """

@@ -11,15 +11,18 @@ import subprocess
 import tempfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 from ouro_kernels.triton_ops import attention, hopper_prefill, hopper_products
-from ouro_kernels.triton_ops.gemm import GemmTile
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from bench.gpu import config_1_4b
+from ouro_sgl.worker.cuda_round import AHEAD_ROWS, choose_products, split_counts
 
 PTXAS = Path(os.path.dirname(triton.__file__), "backends/nvidia/bin/ptxas")
 bf16 = partial(torch.empty, dtype=torch.bfloat16)
@@ -68,14 +71,23 @@ def report(name: str) -> None:
 
 
 def products() -> None:
-    for rows in (1, 32, 128):
-        block = max(16, rows)
-        stages = 6 if rows < 128 else 4
-        tile = GemmTile(block, 64, 128, 4, stages, swap=True)
-        hopper_products.linear(bf16(rows, 2048), bf16(6144, 2048), bf16(1, rows, 6144), tile, 1, pdl=True)
-        report(f"linear of {rows} rows")
-        tile = GemmTile(block, 64, 128, 4, stages - 2 if rows < 128 else 3, swap=True)
-        hopper_products.gate_up(bf16(rows, 2048), bf16(2 * 5632, 2048), bf16(rows, 5632), tile, pdl=True)
+    """Those of a round, as it cuts them."""
+    config = config_1_4b()
+    hidden, inner, mixed = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    out_splits, down_splits = splits = split_counts(config)
+    shape = SimpleNamespace(config=config, dtype=torch.bfloat16)
+    for rows in (1, 32, AHEAD_ROWS):
+        tiles = choose_products(shape, rows, splits)
+        for name, tile, columns, width, count in (
+            ("qkv", tiles.qkv, 3 * mixed, hidden, 1),
+            ("out", tiles.out, hidden, mixed, out_splits),
+            ("down", tiles.down, hidden, inner, down_splits),
+        ):
+            out = torch.empty(count, rows, columns, dtype=torch.bfloat16 if count == 1 else torch.float32)
+            hopper_products.linear(bf16(rows, width), bf16(columns, width), out, tile, count, pdl=True)
+            report(f"{name} of {rows} rows")
+        gate_up = bf16(2 * inner, hidden)
+        hopper_products.gate_up(bf16(rows, hidden), gate_up, bf16(rows, inner), tiles.gate_up, pdl=True)
         report(f"gate_up of {rows} rows")
 
 
