@@ -459,5 +459,3 @@ def _check_exit(args: ServerArgs) -> None:
                 raise ConfigError(
                     f"{flag(name)} does nothing with --exit-mode trace, which fixes every depth"
                 )
-    if args.exit_trace is not None and args.exit_trace == args.record_exit_trace:
-        raise ConfigError(f"--exit-trace and --record-exit-trace name the same file {args.exit_trace!r}")

@@ -59,6 +59,7 @@ def resolve(args: ServerArgs) -> ServerArgs:
     return replace(
         args,
         chunked_prefill_size=chunk,
+        record_exit_trace=_check_record(args),
         model_path=str(folder),
         tokenizer_path=str(tokenizer),
         revision=None,
@@ -84,21 +85,29 @@ def _check_against_model(args: ServerArgs, model: OuroConfig, folder: Path) -> N
         )
     if args.chat_template is not None and not os.path.isfile(args.chat_template):
         raise ConfigError(f"--chat-template {args.chat_template} is not a file")
-    if args.record_exit_trace is not None:
-        _check_record(Path(args.record_exit_trace))
 
 
-def _check_record(record: Path) -> None:
-    """The record is written at shutdown, when it would be too late to say that it cannot be: a draft beside
-    it, which then takes its name. That of a pipe or a device would be lost to all who use it."""
+def _check_record(args: ServerArgs) -> str | None:
+    """The file that ``record_exit_trace`` comes to, links followed.
+
+    It is written at shutdown, when it would be too late to say that it cannot be: a draft beside it, which
+    then takes its name. That of a pipe or a device would be lost to all who use it.
+    """
+    if args.record_exit_trace is None:
+        return None
     try:
+        record = Path(os.path.realpath(args.record_exit_trace))
         # named as the draft will be, as a name can be too long
         with tempfile.NamedTemporaryFile(dir=record.parent, prefix=f"{record.name}.", suffix=".tmp"):
             usable = record.is_file() or not record.exists()
+        same = args.exit_trace is not None and record == Path(os.path.realpath(args.exit_trace))
     except (OSError, ValueError):  # ValueError: NUL, half a character
-        usable = False
+        usable = same = False
     if not usable:
-        raise ConfigError(f"--record-exit-trace {record} is not a file that can be written")
+        raise ConfigError(f"--record-exit-trace {args.record_exit_trace} is not a file that can be written")
+    if same:
+        raise ConfigError(f"--exit-trace and --record-exit-trace name the same file {str(record)!r}")
+    return str(record)
 
 
 def check_port(host: str, port: int) -> None:

@@ -91,6 +91,7 @@ async def serve(args: ServerArgs, ipc_dir: Path, children: Callable[[], str | No
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, on_signal)
     serving = loop.create_task(server.serve(sockets=[listener]))
+    recorded = True
     try:
         await _supervise(args, manager, children, stop, serving)
         if manager.failure is None:
@@ -98,11 +99,14 @@ async def serve(args: ServerArgs, ipc_dir: Path, children: Callable[[], str | No
         server.should_exit = True
         await serving
     finally:
-        manager.close()
+        try:
+            manager.close()
+        except OSError as error:  # its place has gone since the start
+            log.error("the exit depths could not be recorded: %s", error)
+            recorded = False
     if manager.failure is not None:
         log.error("%s", manager.failure)
-        return 1
-    return 0
+    return 0 if recorded and manager.failure is None else 1
 
 
 async def _supervise(

@@ -57,7 +57,7 @@ def serve(worker: Worker, plans: Receiver[PlanMessage], events: Sender) -> None:
     worker.between_layers = turn
     while not stopping:
         if worker.idle and not waiting:
-            plans.socket.poll()
+            plans.socket.poll(profiler.milliseconds_left())
         turn()
 
 

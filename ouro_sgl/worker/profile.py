@@ -47,6 +47,12 @@ class Profiler:
         self._until = time.monotonic() + MAX_SECONDS
         return Profiled(True, f"a profile is being taken; /stop_profile writes it to {self._folder}")
 
+    def milliseconds_left(self) -> int | None:
+        """Until ``check_time`` has something to do; None: nothing is being taken."""
+        if self._running is None:
+            return None
+        return max(0, int((self._until - time.monotonic()) * 1000)) + 1
+
     def check_time(self) -> None:
         """End and write a profile that has run for too long; the next message that ends it is told so."""
         if self._running is not None and time.monotonic() > self._until:

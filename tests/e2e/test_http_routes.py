@@ -309,3 +309,20 @@ def test_the_exit_trace_is_written_at_the_end(folder: Path, tmp_path: Path) -> N
         assert frontend.process.wait(100) == 0
         scheduler.join(100)
     assert json.loads(path.read_text()) == {"depths_by_request": {"x": [4, 1, 2]}}
+
+
+def test_a_record_whose_place_has_gone_is_an_error_of_one_line(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    with running_frontend(folder, record_exit_trace=str(place / "trace.json")) as frontend:
+        scheduler = start_scheduler(frontend)
+        frontend.wait_healthy()
+        place.rmdir()
+        frontend.process.send_signal(signal.SIGTERM)
+        assert frontend.process.wait(100) == 1
+        assert frontend.process.stderr is not None
+        said = frontend.process.stderr.read()
+        assert "the exit depths could not be recorded" in said
+        assert str(place) in said
+        assert "Traceback" not in said
+        scheduler.join(100)

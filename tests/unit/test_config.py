@@ -143,7 +143,6 @@ def test_aliases_and_derived_flags(line: str, field: str, value: object) -> None
         ("--disable-radix-cache --schedule-policy lpm", ["lpm", "--disable-radix-cache"]),
         ("--default-min-loops 3 --default-max-loops 2", ["--default-min-loops 3", "--default-max-loops 2"]),
         ("--exit-mode trace --default-exit-threshold 0.5", ["--default-exit-threshold", "trace"]),
-        ("--exit-trace a --record-exit-trace a", ["same file"]),
     ],
 )
 def test_refusals_say_why(line: str, words: list[str]) -> None:

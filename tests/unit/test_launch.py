@@ -133,6 +133,22 @@ def test_a_record_takes_the_place_of_a_file_only(folder: Path, tmp_path: Path) -
     assert set(tmp_path.iterdir()) == present
 
 
+def test_a_record_is_known_by_the_file_that_its_name_comes_to(folder: Path, tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(inner / "file")
+    for record, file in (
+        (link, inner / "file"),
+        (tmp_path / "none" / ".." / "file", tmp_path / "file"),
+        (inner / ".." / "file", tmp_path / "file"),
+    ):
+        args = ServerArgs(model_path=str(folder), record_exit_trace=str(record))
+        assert launch.resolve(args).record_exit_trace == str(file)
+        with pytest.raises(ConfigError, match="name the same file"):
+            launch.resolve(replace(args, exit_trace=str(file)))
+
+
 def test_resolve_names_a_missing_tokenizer_and_a_foreign_model(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):

@@ -6,13 +6,15 @@ import gzip
 import json
 import os
 import resource
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ouro_sgl.messages import Profile, Profiled
-from ouro_sgl.worker import profile
+from ouro_sgl.messages import Profile, Profiled, ShutdownReq
+from ouro_sgl.worker import process, profile
 from ouro_sgl.worker.profile import Profiler
 
 
@@ -36,12 +38,17 @@ def test_a_profile_holds_what_ran_between_its_ends(tmp_path: Path) -> None:
 def test_a_profile_that_nobody_ends_ends_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profiler = Profiler()
     profiler.check_time()
+    assert profiler.milliseconds_left() is None
     assert profiler.handle(Profile(str(tmp_path))).ok
+    left = profiler.milliseconds_left()
+    assert left is not None
+    assert 1 < left <= 10_001
     profiler.check_time()
     assert not list(tmp_path.iterdir())  # it has time left
     monkeypatch.setattr(profile, "MAX_SECONDS", 0.0)
     profiler.handle(Profile(None))
     assert profiler.handle(Profile(str(tmp_path))).ok
+    assert profiler.milliseconds_left() == 1
     profiler.check_time()
     assert len(list(tmp_path.iterdir())) == 2
     over = profiler.handle(Profile(None))
@@ -114,3 +121,30 @@ def test_the_memory_of_a_profile_comes_back(tmp_path: Path) -> None:
         torch.mm(matrix, matrix)
     assert profiler.handle(Profile(None)).ok
     assert resident() - before < 50 << 20
+
+
+def test_an_idle_worker_ends_a_profile_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing wakes it but the end of the profile's time."""
+    monkeypatch.setattr(profile, "MAX_SECONDS", 0.2)
+    inbox: list[object] = [Profile(str(tmp_path))]
+    polls: list[int | None] = []
+    answers: list[Profiled] = []
+
+    def poll(milliseconds: int | None) -> None:
+        polls.append(milliseconds)
+        if milliseconds is not None:
+            time.sleep(milliseconds / 1000)  # nothing comes
+        elif len(polls) > 1:
+            inbox.append(ShutdownReq())
+
+    def drain() -> list[object]:
+        found = list(inbox)
+        inbox.clear()
+        return found
+
+    worker = SimpleNamespace(idle=True, launching_chunk=False, step=lambda: None)
+    plans = SimpleNamespace(socket=SimpleNamespace(poll=poll), drain=drain)
+    process.serve(worker, plans, SimpleNamespace(send=answers.append))
+    assert [answer.ok for answer in answers] == [True]
+    assert (polls[0], polls[-1], len(polls)) == (None, None, 3)
+    assert len(list(tmp_path.iterdir())) == 1
