@@ -59,9 +59,9 @@ def time_layers(
     angles: tuple[torch.Tensor, torch.Tensor],
     work: attention.WorkList,
     out: torch.Tensor,
-    shape: tuple[int, int, int],
+    shape: tuple[int, int],
 ) -> float:
-    """Seconds per layer; shape: (programs, stages, warps)."""
+    """Seconds per layer; shape: (stages, warps)."""
 
     def launch() -> None:
         for keys, values in pools:
@@ -88,12 +88,12 @@ def run_cell(
     table = torch.randperm(slots, device="cuda")[: lanes * length].int().view(lanes, length)
     qkv = torch.randn(lanes, 3 * HEADS * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(lanes, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    work = attention.WorkList(lanes, length, HEADS, HEAD_DIM, table.device)
-    work.fill(list(range(lanes)), [length] * lanes)
     results = []
     for warps, stages, per_unit in shapes:
-        shape = (per_unit * units, stages, warps)
-        seconds = time_layers(pools, qkv, table, angles, work, out, shape)
+        ranges = per_unit * units // HEADS
+        work = attention.WorkList(lanes, length, HEADS, HEAD_DIM, ranges, table.device)
+        work.fill(list(range(lanes)), [length] * lanes)
+        seconds = time_layers(pools, qkv, table, angles, work, out, (stages, warps))
         results.append((seconds, warps, stages, per_unit))
     results.sort()
     print(f"{length}x{lanes}:", end="")
@@ -117,7 +117,7 @@ def main() -> None:
     units = torch.cuda.get_device_properties(0).multi_processor_count
     print(f"copy {copy / 1e12:.2f} TB/s, {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     angles = tuple(torch.randn(65536, HEAD_DIM // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    shapes = list(itertools.product((1, 2, 4), (2, 3), (16, 32))) if sweep else [(2, 2, 16)]
+    shapes = list(itertools.product((1, 2, 4), (2, 3), (8, 16))) if sweep else [(2, 2, 8)]
     run_all(
         (f"{length}x{lanes}", partial(run_cell, length, lanes, units, shapes, angles, copy))
         for length, lanes in CELLS

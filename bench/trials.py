@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from ouro_kernels.triton_ops.attention import SHORT_LENGTH
+from ouro_kernels.triton_ops.attention import PLACES, SHORT_LENGTH
 
 from bench.cells import attempt
 from bench.gpu import config_1_4b, make_model
@@ -85,7 +85,7 @@ class Covered:
     chunks: Counter[int] = field(default_factory=Counter)  # by the most tokens of a chunk
     cached: list[int] = field(default_factory=list)  # tokens of each prefix hit
     depths: Counter[int] = field(default_factory=Counter)
-    spans: set[int] = field(default_factory=set)  # see WorkList
+    widths: set[int] = field(default_factory=set)  # see WorkList
     most_rows: int = 0  # that ran at once
 
     def missing(self, deep: bool) -> list[str]:
@@ -96,22 +96,22 @@ class Covered:
             lacks.append("long prefix hits")
         if self.most_rows <= POWERS_OF_TWO:
             lacks.append("many rows")
-        if not deep and not ({-1, -2} <= self.spans and len(self.spans) > 3):
-            lacks.append("sizes of attention items")
+        if not deep and not (min(self.widths, default=2) == 1 and max(self.widths) >= PLACES):
+            lacks.append("narrow and wide ranges of attention")
         return lacks
 
 
 class Watched(Driver):
     """Also keeps how many rows ran and how attention's work was cut."""
 
-    spans: set[int]
+    widths: set[int]
     most_rows: int
 
     def _take(self, events: RoundEvents, requests: list[Request]) -> None:
         super()._take(events, requests)
         self.most_rows = max(self.most_rows, len(self.worker._running))
         # of whatever round runs now: read on another stream, so that nothing waits
-        self.spans.add(int(self.worker._executor._rounds._work.span))
+        self.widths.add(int(self.worker._executor._rounds._work.width))
 
 
 class Part:
@@ -178,7 +178,7 @@ class Part:
             reuse_prefixes=reuse,
             eager=eager,
         )
-        driver.spans, driver.most_rows = set(), 0
+        driver.widths, driver.most_rows = set(), 0
         return driver, driver.run(batch)
 
     def run_policy(self, policy: ExitMode, modes: list[str]) -> None:
@@ -215,7 +215,7 @@ class Part:
                 asked = [retracted(*pair, rng) for pair in zip(asked, wanted, strict=True)]
             seed = rng.getrandbits(32)
             driver, got = self.serve(how, asked, seed, chunk, reuse=reuse, eager=how.crowded)
-            covered.spans |= driver.spans
+            covered.widths |= driver.widths
             covered.most_rows = max(covered.most_rows, driver.most_rows)
             covered.cached += driver.hits
             covered.chunks[chunk] += len(asked)
@@ -261,14 +261,13 @@ def run_part(name: str, policies: list[ExitMode], modes: list[str], runs: int) -
         if not attempt(policy.name, partial(part.run_policy, policy, modes)):
             part.covered.failed += 1
     covered = part.covered
-    items = [f"{span} tokens" if span > 0 else f"{-span} groups" for span in sorted(covered.spans)]
     for line in (
         f"{name}, {layers} layers: {covered.differing} of {covered.trials.total()} trials differ, "
         f"{covered.failed} runs failed; {time.monotonic() - begin:.0f} s on {torch.cuda.get_device_name(0)}",
         f"    trials by mode: {dict(covered.trials)}",
         f"    by longest chunk: {dict(sorted(covered.chunks.items()))}; prompts: {sorted(set(lengths))}",
         f"    {len(covered.cached)} prefix hits of up to {max(covered.cached, default=0)} tokens; up to "
-        f"{covered.most_rows} rows at once; attention items of {', '.join(items)}",
+        f"{covered.most_rows} rows at once; ranges of attention of {sorted(covered.widths)} parts",
         f"    exit depths of the requests alone: {dict(sorted(covered.depths.items()))}",
     ):
         print(line, flush=True)

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 VOCABULARY_BLOCK = 1024
 SELECT_BLOCK = 4096
 AHEAD_ROWS = 128  # up to so many rows, products ask for their weights before the kernel before has ended
+ATTENTION_PROGRAMS = 8  # of an SM: as many as it holds at once
 # Lines of the event block, see ``advance_kernel``; the lambdas follow, one line per loop.
 COUNTS_LINE, REPORTS_LINE, LAMBDA_LINES = 7, 8, 9
 
@@ -195,7 +196,6 @@ class CudaRounds:
             )
             for _ in range(blocks)
         )
-        self._programs = self._attention_programs()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if graphs:
             captured = [size for size in buckets if max_graph_rows is None or size <= max_graph_rows]
@@ -229,7 +229,12 @@ class CudaRounds:
         self._lanes, self._slots = ints(capacity), ints(capacity)
         self._count, self._exit_count, self._exits = ints(1), ints(1), ints(capacity)
         self._work = attention.WorkList(
-            capacity, self._rows.slot_table.shape[2], config.num_heads, config.head_dim, device
+            capacity,
+            self._rows.slot_table.shape[2],
+            config.num_heads,
+            config.head_dim,
+            self._attention_ranges(),
+            device,
         )
         self._x = numbers(capacity, config.hidden_size)
         self._residual = numbers(capacity, config.hidden_size)
@@ -250,10 +255,11 @@ class CudaRounds:
         self._logprobs, self._log_sums = numbers(capacity, kind=fp32), numbers(capacity, kind=fp32)
         self._events = ints(LAMBDA_LINES + config.total_loops, capacity, kind=torch.int64)
 
-    def _attention_programs(self) -> int:
+    def _attention_ranges(self) -> int:
         if self._model.device.type != "cuda":
-            return 4
-        return 16 * torch.cuda.get_device_properties(self._model.device).multi_processor_count
+            return 2
+        units = torch.cuda.get_device_properties(self._model.device).multi_processor_count
+        return max(ATTENTION_PROGRAMS * units // self._model.config.num_heads, 1)
 
     def _capture(self, buckets: list[int]) -> None:
         """Largest bucket first, so that the graphs share one memory pool. No row is live: a dry run
@@ -313,14 +319,13 @@ class CudaRounds:
             self._work.length,
             self._work.first_part,
             self._work.first_group,
-            self._work.item_lane,
-            self._work.item_start,
-            self._work.num_items,
-            self._work.span,
+            self._work.range_lane,
+            self._work.num_parts,
+            self._work.width,
             rows.max_rows,
             table_stride,
+            self._work.ranges,
             BR=block_rows,
-            ENOUGH_ITEMS=attention.ENOUGH_ITEMS,
             **attention.SIZES,
         )
         self._core(bucket)
@@ -432,7 +437,6 @@ class CudaRounds:
                 self._work,
                 mixed,
                 config.head_dim**-0.5,
-                self._programs,
                 pdl=pdl,
                 early=early,
             )

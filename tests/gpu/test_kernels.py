@@ -187,30 +187,27 @@ def lanes(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 16, 128), (4, 2, 64), (4, 2, 16)])
 def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Right, and bit-identical alone and in company, with many programs and few."""
+    """Right, and bit-identical alone and in company, with many ranges and few."""
     lengths = [1, 31, 128, 129, 1000, 4096, 4097, 9000, 40000]
     qkv, keys, values, table, index, length = lanes(lengths, heads, kv_heads, head_dim, dtype)
     angle = torch.rand(40000, head_dim // 2, device="cuda")
     angles = angle.cos().to(dtype), angle.sin().to(dtype)
     scale = head_dim**-0.5
-    work = WorkList(2 * len(lengths), max(lengths), heads, head_dim, qkv.device)
 
-    def run(chosen: list[int], programs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def run(chosen: list[int], ranges: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(output, keys, values); outputs of lanes that do not run hold NaN."""
+        work = WorkList(2 * len(lengths), max(lengths), heads, head_dim, ranges, qkv.device)
         work.fill(index[chosen].tolist(), [lengths[lane] for lane in chosen])
         work.partial.fill_(torch.nan)
         own_keys, own_values = keys.clone(), values.clone()
         out = poisoned(2 * len(lengths), heads, head_dim, dtype=dtype)
-        attention.decode_attention(
-            qkv[chosen], own_keys, own_values, table, *angles, work, out, scale, programs
-        )
+        attention.decode_attention(qkv[chosen], own_keys, own_values, table, *angles, work, out, scale)
         assert not work.group_arrived.any()
         assert not work.lane_arrived.any()
         return out, own_keys, own_values
 
     everyone = list(range(len(lengths)))
-    whole, new_keys, new_values = run(everyone, 500)
-    assert int(work.span) == -1  # items are groups
+    whole, new_keys, new_values = run(everyone, 66)
     wanted_keys, wanted_values = keys.clone(), values.clone()
     expected = attention.decode_attention_twin(
         qkv, wanted_keys, wanted_values, table, *angles, index, length, scale
@@ -218,11 +215,12 @@ def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_di
     assert relative_error(whole[: len(lengths)], expected) < tolerance(dtype)
     torch.testing.assert_close(new_keys, wanted_keys, equal_nan=True)
     assert torch.equal(new_values.nan_to_num(7), wanted_values.nan_to_num(7))
-    twice = run(everyone * 2, 500)[0]
-    assert int(work.span) == -2  # pairs of groups
+    for ranges in (1, 7, 130, 2000):
+        assert torch.equal(run(everyone, ranges)[0][: len(lengths)], whole[: len(lengths)]), ranges
+    twice = run(everyone * 2, 66)[0]
     assert torch.equal(twice, whole[: len(lengths)].repeat(2, 1, 1))
     for lane in everyone:
-        out, _, _ = run([lane], 10_000)
+        out, _, _ = run([lane], 130)
         assert torch.equal(out[0], whole[lane]), lengths[lane]
         assert torch.isnan(out[1:]).all()
 

@@ -2,12 +2,15 @@
 
 Bits: a lane's keys are cut into parts of ``PART`` tokens at absolute positions and, by the lane's own
 length, groups of parts (``num_groups``). A part is one chain over its tiles of ``TILE`` tokens; the
-parts of a group are merged in order, then the groups in order, always by ``_merge``. Who computes what
-may depend on the batch: a work item is a few parts of a group (few lanes: more programs; each part is
-a partial result) or one or two whole groups (many lanes: a partial result of each), and all give the
-same chain of operations; whichever program of a group, and then of a lane and head, finishes last
-merges. The list is built once per round on the device and read by all layers; programs are persistent,
-so one captured launch serves any lengths. Slot offsets are int64.
+parts of a group are merged in order, then the groups in order, always by ``_merge``.
+
+Who computes what depends on the batch: the parts of all lanes, end to end, are cut into ranges of equal
+width, one for each head and program, so that the programs end together at any lengths. A program merges
+the parts of a group for as long as it has all those before them; of a group that begins in an earlier
+range it writes each part. Whichever program of a group, and then of a lane and head, finishes last
+merges what was written: the same chain of operations wherever the cuts are. The list is built once per
+round on the device and read by all layers, so one captured launch serves any lengths. Slot offsets are
+int64.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ PART = 64
 SHORT_LENGTH = 2048  # longer lanes have long groups: fewer partial results
 SHORT_GROUP = 512
 LONG_GROUP = 1024
-ENOUGH_ITEMS = 56  # per head; a round with so many groups takes whole ones, with so many pairs those
 UNROLL = 16  # partial results whose loads are in flight together
 MAX_REGISTERS = 128  # of a thread: eight programs per SM
+# Parts of the longest group: one and a half times its size. A range has that many places for parts that
+# it writes one by one, less the first of them, and one for those that it merged.
+PLACES = 3 * LONG_GROUP // 2 // PART
 
 
 @triton.jit
@@ -38,18 +43,6 @@ def group_size(length, SHORT_LENGTH: tl.constexpr, SHORT_GROUP: tl.constexpr, LO
 @triton.jit
 def num_groups(length, group):
     return tl.maximum((length + group // 2) // group, 1)
-
-
-@triton.jit
-def item_span(
-    parts, groups, pairs, PART: tl.constexpr, SHORT_GROUP: tl.constexpr, ENOUGH_ITEMS: tl.constexpr
-):
-    """Tokens of an item in a round of so many parts, groups and pairs of them; -1, -2: so many groups."""
-    few = groups < ENOUGH_ITEMS
-    span = tl.where(few, PART, tl.where(pairs < ENOUGH_ITEMS, -1, -2))
-    for doubling in tl.static_range((SHORT_GROUP // PART).bit_length() - 1):
-        span = tl.where(few & (parts >= (ENOUGH_ITEMS << (doubling + 1))), PART << (doubling + 1), span)
-    return span
 
 
 @triton.jit
@@ -76,27 +69,47 @@ def _rotated(x_ptr, cos_ptr, sin_ptr, D: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
+def _keep(
+    partial_ptr, peak_ptr, total_ptr, place, head, peak, total, acc, HEADS: tl.constexpr, D: tl.constexpr
+):
+    """Write a partial result."""
+    at = place.to(tl.int64) * HEADS + head
+    tl.store(partial_ptr + at * D + tl.arange(0, D), acc)
+    tl.store(peak_ptr + at, peak)
+    tl.store(total_ptr + at, total)
+
+
+@triton.jit
 def _merge_run(
     partial_ptr,
     peak_ptr,
     total_ptr,
     begin,
     end,
+    width,
     head,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     UNROLL: tl.constexpr,
+    PLACES: tl.constexpr,
 ):
-    """Merge the partial results at places ``begin .. end - 1`` in order, from L2: other programs wrote
-    them. A place past the end adds exact zeros."""
+    """Merge partial results ``begin .. end - 1`` in order, from L2: other programs wrote them. With PLACES
+    those of parts, the first with all before it in its group; without, those at such places."""
     d = tl.arange(0, D)
     peak = -float("inf")
     total = 0.0
     acc = tl.zeros((D,), tl.float32)
     for start in tl.range(begin, end, UNROLL):
         for offset in tl.static_range(UNROLL):
-            at = (start + offset) * HEADS + head
-            exists = start + offset < end
+            number = start + offset
+            exists = number < end
+            place = number
+            if PLACES > 0:
+                owner = number // width
+                own = tl.where(number == begin, PLACES - 1, number - owner * width)
+                place = owner * PLACES + own
+            at = place.to(tl.int64) * HEADS + head
+            # a place past the end adds exact zeros
             part_peak = tl.load(peak_ptr + at, mask=exists, other=-float("inf"), cache_modifier=".cg")
             part_total = tl.load(total_ptr + at, mask=exists, other=0.0, cache_modifier=".cg")
             part = tl.load(partial_ptr + at * D + d, mask=exists, other=0.0, cache_modifier=".cg")
@@ -124,10 +137,9 @@ def _decode_kernel(
     length_ptr,
     first_part_ptr,
     first_group_ptr,
-    item_lane_ptr,
-    item_start_ptr,
-    num_items_ptr,
-    span_ptr,
+    range_lane_ptr,
+    num_parts_ptr,
+    width_ptr,
     partial_ptr,
     peak_ptr,
     total_ptr,
@@ -135,7 +147,7 @@ def _decode_kernel(
     lane_arrived_ptr,
     out_ptr,
     table_stride,
-    max_parts,
+    group_places,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -146,45 +158,44 @@ def _decode_kernel(
     SHORT_GROUP: tl.constexpr,
     LONG_GROUP: tl.constexpr,
     UNROLL: tl.constexpr,
+    PLACES: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    items = tl.load(num_items_ptr) * HEADS
-    span = tl.load(span_ptr)
-    fine = span > 0
+    head = tl.program_id(0) % HEADS
+    own_range = tl.program_id(0) // HEADS
+    width = tl.load(width_ptr)
+    begin = own_range * width
+    stop = tl.minimum(begin + width, tl.load(num_parts_ptr))
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     kind = out_ptr.dtype.element_ty
     HALF: tl.constexpr = D // 2
     SHARE: tl.constexpr = HEADS // KV_HEADS
+    kv_head = head // SHARE
+    inner = kv_head * D + d[None, :]
     if PDL:
-        if tl.program_id(0) < items:
+        if begin < stop:
             # the work list and the table are older than the kernel before
-            item = tl.program_id(0) // HEADS
-            lane = tl.load(item_lane_ptr + item)
+            lane = tl.load(range_lane_ptr + own_range)
             places = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
-            at = tl.load(item_start_ptr + item) + tl.arange(0, PART)
+            at = (begin - tl.load(first_part_ptr + lane)) * PART + tl.arange(0, PART)
             _touch(tl.load(places + at, mask=at < tl.load(length_ptr + lane), other=0))
-            _touch(tl.load(first_part_ptr + lane) + tl.load(first_group_ptr + lane))
+            _touch(tl.load(first_group_ptr + lane))
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
-    for work in tl.range(tl.program_id(0), items, tl.num_programs(0)):
-        item = work // HEADS
-        head = work % HEADS
-        kv_head = head // SHARE
-        lane = tl.load(item_lane_ptr + item)
-        low = tl.load(item_start_ptr + item)
+    part = begin
+    lane = tl.load(range_lane_ptr + own_range, mask=begin < stop, other=0)
+    while part < stop:
         length = tl.load(length_ptr + lane)
-        first_part = tl.load(first_part_ptr + lane).to(tl.int64)
-        first_group = tl.load(first_group_ptr + lane).to(tl.int64)
+        first_part = tl.load(first_part_ptr + lane)
+        first_group = tl.load(first_group_ptr + lane)
+        low = (part - first_part) * PART
+        high = tl.minimum((stop - first_part) * PART, length)
         group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
         groups = num_groups(length, group)
-        number = tl.minimum(low // group, groups - 1)  # of the item's first group
-        last = tl.where(fine, number, tl.minimum(number - span, groups) - 1)
-        group_end = tl.where(last == groups - 1, length, (last + 1) * group)
-        high = tl.where(fine, tl.minimum(low + span, group_end), group_end)
         table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
         own = qkv_ptr + lane.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
         cos = cos_ptr + (length - 1).to(tl.int64) * HALF
@@ -196,7 +207,6 @@ def _decode_kernel(
             tl.store(keys_ptr + slot + d, _rotated(own + (HEADS + kv_head) * D, cos, sin, D, kind))
             tl.store(values_ptr + slot + d, tl.load(own + (HEADS + KV_HEADS + kv_head) * D + d))
             tl.debug_barrier()
-        inner = kv_head * D + d[None, :]
         group_peak = -float("inf")
         group_total = 0.0
         group_acc = tl.zeros((D,), tl.float32)
@@ -219,61 +229,103 @@ def _decode_kernel(
             acc = tl.fma(acc, rescale, tl.sum(weight[:, None] * value.to(tl.float32), 0))
             peak = top
             if ((start + TILE) % PART == 0) | (start + TILE >= high):
-                if fine:
-                    place = (first_part + start // PART) * HEADS + head
-                    tl.store(partial_ptr + place * D + d, acc)
-                    tl.store(peak_ptr + place, peak)
-                    tl.store(total_ptr + place, total)
-                else:
+                number = tl.minimum(start // group, groups - 1)
+                if number * group >= low:
                     group_peak, group_total, group_acc = _merge(
                         group_peak, group_total, group_acc, peak, total, acc
                     )
-                    following = (start + TILE) // group
-                    if (start + TILE >= high) | (((start + TILE) % group == 0) & (following <= last)):
-                        place = (max_parts + first_group + tl.minimum(start // group, last)) * HEADS + head
-                        tl.store(partial_ptr + place * D + d, group_acc)
-                        tl.store(peak_ptr + place, group_peak)
-                        tl.store(total_ptr + place, group_total)
+                    whole = start + TILE >= tl.where(number == groups - 1, length, (number + 1) * group)
+                    if whole | (start + TILE >= high):
+                        place = tl.where(
+                            whole, group_places + first_group + number, (own_range + 1) * PLACES - 1
+                        )
+                        _keep(
+                            partial_ptr,
+                            peak_ptr,
+                            total_ptr,
+                            place,
+                            head,
+                            group_peak,
+                            group_total,
+                            group_acc,
+                            HEADS,
+                            D,
+                        )
                         group_peak = -float("inf")
                         group_total = 0.0
                         group_acc = tl.zeros((D,), tl.float32)
+                else:
+                    place = own_range * PLACES + first_part + start // PART - begin
+                    _keep(partial_ptr, peak_ptr, total_ptr, place, head, peak, total, acc, HEADS, D)
                 peak = -float("inf")
                 total = 0.0
                 acc = tl.zeros((D,), tl.float32)
-        complete = True
-        if fine:
-            tl.debug_barrier()  # the whole program's stores come before its arrival
-            arrived = group_arrived_ptr + (first_group + number) * HEADS + head
-            mine = tl.cdiv(group_end - number * group, span)
-            complete = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == mine - 1
-            if complete:
+        first = tl.minimum(low // group, groups - 1)
+        last = tl.minimum((high - 1) // group, groups - 1)
+        complete = last - first + 1
+        tl.debug_barrier()  # the whole program's stores come before its arrival
+        for edge in tl.range(0, 1 + (first < last).to(tl.int32)):
+            number = tl.where(edge == 0, first, last)
+            group_low = number * group
+            group_high = tl.where(number == groups - 1, length, group_low + group)
+            if (low > group_low) | (high < group_high):
+                arrived = group_arrived_ptr + (first_group + number) * HEADS + head
+                parts = tl.cdiv(group_high - group_low, PART)
+                mine = tl.cdiv(tl.minimum(high, group_high) - tl.maximum(low, group_low), PART)
+                if tl.atomic_add(arrived, mine, sem="acq_rel", scope="gpu") == parts - mine:
+                    tl.store(arrived, 0)
+                    group_begin = first_part + group_low // PART
+                    merged = (group_begin // width + 1) * width - 1  # up to there by one program
+                    group_peak, group_total, group_acc = _merge_run(
+                        partial_ptr,
+                        peak_ptr,
+                        total_ptr,
+                        merged,
+                        group_begin + parts,
+                        width,
+                        head,
+                        HEADS,
+                        D,
+                        UNROLL,
+                        PLACES,
+                    )
+                    place = group_places + first_group + number
+                    _keep(
+                        partial_ptr,
+                        peak_ptr,
+                        total_ptr,
+                        place,
+                        head,
+                        group_peak,
+                        group_total,
+                        group_acc,
+                        HEADS,
+                        D,
+                    )
+                    tl.debug_barrier()
+                else:
+                    complete -= 1
+        if complete > 0:
+            arrived = lane_arrived_ptr + lane * HEADS + head
+            if tl.atomic_add(arrived, complete, sem="acq_rel", scope="gpu") == groups - complete:
                 tl.store(arrived, 0)
-                group_peak, group_total, group_acc = _merge_run(
+                begin_groups = group_places + first_group
+                peak, total, acc = _merge_run(
                     partial_ptr,
                     peak_ptr,
                     total_ptr,
-                    first_part + number * (group // PART),
-                    first_part + tl.cdiv(group_end, PART),
+                    begin_groups,
+                    begin_groups + groups,
+                    0,
                     head,
                     HEADS,
                     D,
                     UNROLL,
-                )
-                place = (max_parts + first_group + number) * HEADS + head
-                tl.store(partial_ptr + place * D + d, group_acc)
-                tl.store(peak_ptr + place, group_peak)
-                tl.store(total_ptr + place, group_total)
-        if complete:
-            tl.debug_barrier()
-            arrived = lane_arrived_ptr + lane * HEADS + head
-            mine = last - number + 1
-            if tl.atomic_add(arrived, mine, sem="acq_rel", scope="gpu") == groups - mine:
-                tl.store(arrived, 0)
-                begin = max_parts + first_group
-                peak, total, acc = _merge_run(
-                    partial_ptr, peak_ptr, total_ptr, begin, begin + groups, head, HEADS, D, UNROLL
+                    0,
                 )
                 tl.store(out_ptr + (lane.to(tl.int64) * HEADS + head) * D + d, (acc / total).to(kind))
+        part = first_part + tl.cdiv(high, PART)
+        lane += 1
     if PDL and not EARLY:
         gdc_launch_dependents()
 
@@ -293,27 +345,21 @@ def max_groups(max_lanes: int, max_length: int) -> int:
     return max_lanes * max(longest, 1)
 
 
-# Parts of a round whose items are not whole groups: fewer than ENOUGH_ITEMS groups, each of less than
-# one and a half times its size.
-MAX_PARTS = ENOUGH_ITEMS * 3 * LONG_GROUP // 2 // PART
-
-
 class WorkList:
     """Buffers of one round's attention work, for up to ``max_lanes`` lanes. Integers are int32.
 
     ``table_index`` [lanes]: row of the flat slot table [T * rows, max_length] of each lane; ``length``
     [lanes], the position of the lane's new token included; ``first_part``, ``first_group`` [lanes]: how
-    many the lanes before it have. ``item_lane``, ``item_start`` (a position) [items]: all but the last
-    item of every lane come first, all of about one length, so that the programs share them evenly.
-    ``num_items`` [1]; ``span`` [1]: tokens of an item (a few parts), or -1, -2 for so many whole groups.
+    many the lanes before it have. ``num_parts`` [1] of all lanes; ``width`` [1]: parts of each range but
+    the last that has any; ``range_lane`` [ranges]: the lane of a range's first part.
 
-    Partial results, of parts in the first MAX_PARTS places and of groups behind them: ``partial`` fp32
-    [places, heads, D], ``peak``, ``total`` [places, heads]. ``group_arrived`` [groups * heads] and
-    ``lane_arrived`` [lanes * heads] count what is there; zero between launches.
+    Partial results: PLACES for each range, then one for each group; ``partial`` fp32 [places, heads, D],
+    ``peak``, ``total`` [places, heads]. ``group_arrived`` [groups * heads] and ``lane_arrived`` [lanes *
+    heads] count parts and groups that are there; zero between launches.
     """
 
     def __init__(
-        self, max_lanes: int, max_length: int, heads: int, head_dim: int, device: torch.device
+        self, max_lanes: int, max_length: int, heads: int, head_dim: int, ranges: int, device: torch.device
     ) -> None:
         groups = max_groups(max_lanes, max_length)
 
@@ -323,13 +369,13 @@ class WorkList:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.empty(*shape, dtype=torch.float32, device=device)
 
+        self.ranges = ranges
         self.table_index, self.length = ints(max_lanes), ints(max_lanes)
         self.first_part, self.first_group = ints(max_lanes), ints(max_lanes)
-        items = max(groups, MAX_PARTS)
-        self.item_lane, self.item_start = ints(items), ints(items)
-        self.num_items, self.span = ints(1), ints(1)
+        self.range_lane = ints(ranges)
+        self.num_parts, self.width = ints(1), ints(1)
         self.group_arrived, self.lane_arrived = ints(groups * heads), ints(max_lanes * heads)
-        places = MAX_PARTS + groups
+        places = ranges * PLACES + groups
         self.partial = numbers(places, heads, head_dim)
         self.peak, self.total = numbers(places, heads), numbers(places, heads)
 
@@ -338,28 +384,16 @@ class WorkList:
         sizes = [SHORT_GROUP if length <= SHORT_LENGTH else LONG_GROUP for length in lengths]
         groups = [max((n + size // 2) // size, 1) for n, size in zip(lengths, sizes, strict=True)]
         parts = [-(-length // PART) for length in lengths]
-        pairs = sum(-(-count // 2) for count in groups)
-        span = -1 if pairs < ENOUGH_ITEMS else -2
-        if sum(groups) < ENOUGH_ITEMS:
-            span = PART
-            while span < SHORT_GROUP and sum(parts) >= ENOUGH_ITEMS * 2 * span // PART:
-                span *= 2
-        starts = [
-            range(0, length, span) if span > 0 else range(0, count * size, -span * size)
-            for length, count, size in zip(lengths, groups, sizes, strict=True)
-        ]
-        full = [(lane, at) for lane, mine in enumerate(starts) for at in mine[:-1]]
-        items = full + [(lane, mine[-1]) for lane, mine in enumerate(starts)]
-        lanes = range(len(lengths))
+        lane_of_part = [lane for lane, count in enumerate(parts) for _ in range(count)]
+        width = max(-(-len(lane_of_part) // self.ranges), 1)
         for target, values in (
             (self.table_index, table_index),
             (self.length, lengths),
-            (self.first_part, [sum(parts[:lane]) for lane in lanes]),
-            (self.first_group, [sum(groups[:lane]) for lane in lanes]),
-            (self.item_lane, [lane for lane, _ in items]),
-            (self.item_start, [at for _, at in items]),
-            (self.num_items, [len(items)]),
-            (self.span, [span]),
+            (self.first_part, [sum(parts[:lane]) for lane in range(len(lengths))]),
+            (self.first_group, [sum(groups[:lane]) for lane in range(len(lengths))]),
+            (self.range_lane, lane_of_part[::width]),
+            (self.num_parts, [len(lane_of_part)]),
+            (self.width, [width]),
         ):
             target[: len(values)] = torch.tensor(values, dtype=torch.int32)
 
@@ -374,7 +408,6 @@ def decode_attention(
     work: WorkList,
     out: torch.Tensor,
     scale: float,
-    programs: int,
     stages: int = 2,
     warps: int = 2,
     pdl: bool = False,
@@ -388,7 +421,7 @@ def decode_attention(
     all programs have, for one that asks for its weights meanwhile (``stream``).
     """
     _, heads, head_dim = out.shape
-    _decode_kernel[(programs,)](
+    _decode_kernel[(work.ranges * heads,)](
         qkv,
         cos,
         sin,
@@ -399,10 +432,9 @@ def decode_attention(
         work.length,
         work.first_part,
         work.first_group,
-        work.item_lane,
-        work.item_start,
-        work.num_items,
-        work.span,
+        work.range_lane,
+        work.num_parts,
+        work.width,
         work.partial,
         work.peak,
         work.total,
@@ -410,13 +442,14 @@ def decode_attention(
         work.lane_arrived,
         out,
         table.shape[1],
-        MAX_PARTS,
+        work.ranges * PLACES,
         scale * 1.4426950408889634,
         HEADS=heads,
         KV_HEADS=keys.shape[1],
         D=head_dim,
         TILE=TILE,
         UNROLL=UNROLL,
+        PLACES=PLACES,
         STAGES=stages,
         **SIZES,
         EARLY=early,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ouro_kernels.triton_ops.attention import group_size, item_span, num_groups
+from ouro_kernels.triton_ops.attention import group_size, num_groups
 
 FREE = tl.constexpr(0)
 LIVE = tl.constexpr(2)
@@ -43,18 +43,17 @@ def begin_round_kernel(
     length_ptr,
     first_part_ptr,
     first_group_ptr,
-    item_lane_ptr,
-    item_start_ptr,
-    num_items_ptr,
-    span_ptr,
+    range_lane_ptr,
+    num_parts_ptr,
+    width_ptr,
     rows,
     table_stride,
+    ranges,
     BR: tl.constexpr,
     PART: tl.constexpr,
     SHORT_LENGTH: tl.constexpr,
     SHORT_GROUP: tl.constexpr,
     LONG_GROUP: tl.constexpr,
-    ENOUGH_ITEMS: tl.constexpr,
 ):
     """One program: which rows run, and the attention work list of all of them, for all layers."""
     r = tl.arange(0, BR)
@@ -80,24 +79,17 @@ def begin_round_kernel(
     group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
     parts = tl.where(runs, tl.cdiv(length, PART), 0).to(tl.int32)
     groups = tl.where(runs, num_groups(length, group), 0).to(tl.int32)
-    tl.store(first_part_ptr + lane, tl.cumsum(parts, 0) - parts, mask=runs)
+    first_part = tl.cumsum(parts, 0) - parts
+    tl.store(first_part_ptr + lane, first_part, mask=runs)
     tl.store(first_group_ptr + lane, tl.cumsum(groups, 0) - groups, mask=runs)
-    pairs = tl.sum(tl.cdiv(groups, 2), 0)
-    span = item_span(tl.sum(parts, 0), tl.sum(groups, 0), pairs, PART, SHORT_GROUP, ENOUGH_ITEMS)
-    tl.store(span_ptr, span)
-    fine = span > 0
-    width = tl.where(fine, span, -span * group)
-    items = tl.where(fine, tl.cdiv(length, tl.maximum(span, 1)), tl.cdiv(groups, tl.maximum(-span, 1)))
-    full = tl.where(runs, items - 1, 0).to(tl.int32)
-    first = tl.cumsum(full, 0) - full
-    num_full = tl.sum(full, 0)
-    tl.store(num_items_ptr, num_full + tl.sum(runs.to(tl.int32), 0))
-    for item in tl.range(0, tl.max(full, 0)):
-        mine = runs & (item < full)
-        tl.store(item_lane_ptr + first + item, lane, mask=mine)
-        tl.store(item_start_ptr + first + item, (item * width).to(tl.int32), mask=mine)
-    tl.store(item_lane_ptr + num_full + lane, lane, mask=runs)
-    tl.store(item_start_ptr + num_full + lane, (full * width).to(tl.int32), mask=runs)
+    num_parts = tl.sum(parts, 0)
+    width = tl.maximum(tl.cdiv(num_parts, ranges), 1)
+    tl.store(num_parts_ptr, num_parts)
+    tl.store(width_ptr, width)
+    first = tl.cdiv(first_part, width)  # range that begins in this lane
+    count = tl.where(runs, tl.cdiv(first_part + parts, width) - first, 0)
+    for number in tl.range(0, tl.max(count, 0)):
+        tl.store(range_lane_ptr + first + number, lane, mask=number < count)
 
 
 @triton.jit

@@ -104,9 +104,9 @@ def prefill() -> None:
 def decode() -> None:
     keys, angles, out = bf16(100, 16, 128), bf16(100, 64), bf16(4, 16, 128)
     table = torch.zeros(8, 64, dtype=torch.int32)
-    work = attention.WorkList(4, 4096, 16, 128, torch.device("cpu"))
+    work = attention.WorkList(4, 4096, 16, 128, 66, torch.device("cpu"))
     attention.decode_attention(
-        bf16(4, 6144), keys, keys, table, angles, angles, work, out, 0.1, 100, pdl=True, early=True
+        bf16(4, 6144), keys, keys, table, angles, angles, work, out, 0.1, pdl=True, early=True
     )
     report("decode attention")
 

@@ -13,7 +13,6 @@ in any order: numpy's matmul may choose another order for another shape.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -105,14 +104,13 @@ class Lanes:
         self.angles = angles(longest, self.head_dim, self.dtype)
         self.scale = self.head_dim**-0.5
 
-    def run(self, chosen: list[int], programs: int) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, chosen: list[int], ranges: int) -> tuple[Tensor, Tensor, Tensor]:
         """(output of the chosen lanes [n, heads, D], keys, values after it)."""
         count, lengths = len(self.lengths), [self.lengths[lane] for lane in chosen]
-        work = WorkList(count, max(self.lengths), self.heads, self.head_dim, CPU)
-        # wrong places show as NaN, wrong items as lanes without a length
+        work = WorkList(count, max(self.lengths), self.heads, self.head_dim, ranges, CPU)
+        # wrong places show as NaN, wrong ranges as lanes without a length
         for unread in (
-            work.item_lane,
-            work.item_start,
+            work.range_lane,
             work.length,
             work.first_part,
             work.first_group,
@@ -125,7 +123,7 @@ class Lanes:
         keys, values = self.keys.clone(), self.values.clone()
         out = poisoned(count, self.heads, self.head_dim, dtype=self.dtype)
         attention.decode_attention(
-            self.qkv[chosen], keys, values, self.table, *self.angles, work, out, self.scale, programs
+            self.qkv[chosen], keys, values, self.table, *self.angles, work, out, self.scale
         )
         assert not work.group_arrived.any()
         assert not work.lane_arrived.any()
@@ -148,38 +146,31 @@ class Lanes:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sizes a quarter of the real ones or less. Call it with ENOUGH_ITEMS."""
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes a quarter of the real ones or less."""
     sizes = {"PART": 16, "SHORT_LENGTH": 64, "SHORT_GROUP": 32, "LONG_GROUP": 64}
     for name, value in sizes.items():
         monkeypatch.setattr(attention, name, value)
         monkeypatch.setitem(attention.SIZES, name, value)
     monkeypatch.setattr(attention, "TILE", 8)
     monkeypatch.setattr(attention, "UNROLL", 3)
-
-    def enough(items: int) -> None:
-        monkeypatch.setattr(attention, "ENOUGH_ITEMS", items)
-        monkeypatch.setattr(attention, "MAX_PARTS", max(items * 3 * 64 // 2 // 16, 1))
-
-    return enough
+    monkeypatch.setattr(attention, "PLACES", 6)
 
 
 # ends of tiles, parts and groups; a last group of half a group to half as many again; long groups
 SMALL_LENGTHS = [1, 15, 16, 17, 47, 48, 49, 64, 65, 95, 96, 97, 161]
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(4, 2, torch.float32), (2, 2, torch.float16)])
-def test_decode_attention(
-    small: Callable[[int], None], heads: int, kv_heads: int, dtype: torch.dtype
-) -> None:
-    """Right; equal bits with items of any size, any number of programs, any order and company."""
+def test_decode_attention(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """Right; equal bits wherever ranges are cut, in any order and company."""
     case = Lanes(SMALL_LENGTHS, heads, kv_heads, 16, dtype)
     # head 0 scores all keys far below zero, so that what masks and unused places add would show
     case.keys.abs_()
     case.qkv[:, :16].abs_().neg_()
     everyone = list(range(len(case.lengths)))
-    small(0)  # pairs of groups
-    whole, keys, values = case.run(everyone, programs=7)
+    whole, keys, values = case.run(everyone, ranges=1)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     expected, wanted_keys, wanted_values = case.twin()
     assert_close(whole, expected, tolerance)
@@ -190,19 +181,12 @@ def test_decode_attention(
     assert_close(keys[case.new_slots], wanted_keys[case.new_slots], tolerance)
 
     parts = sum(-(-length // 16) for length in case.lengths)
-    groups = 20
-    for enough, order, programs in (
-        (parts, everyone[::-1], parts * heads - 1),  # a part each; one program has the first and last item
-        (groups + 1, everyone, 11),  # two parts each
-        (groups, everyone, 9),  # a group each
-        (0, everyone[4:8], 1),
-    ):
-        small(enough)
-        out, _, _ = case.run(order, programs)
-        assert same(out, whole[order]), (enough, programs)
-    small(3)  # alone, most of them in parts, the longest still in groups
-    for lane, length in enumerate(case.lengths):
-        out, own_keys, own_values = case.run([lane], programs=5)
+    for width in (1, 2, 3, 5, 7, 8, parts - 1):
+        order = everyone if width % 2 else everyone[::-1]
+        assert same(case.run(order, -(-parts // width))[0], whole[order]), width
+    assert same(case.run(everyone[4:8], 2)[0], whole[4:8])
+    for lane, length in enumerate(case.lengths):  # alone: a part each, and programs that have none
+        out, own_keys, own_values = case.run([lane], ranges=13)
         assert same(out[0], whole[lane]), length
         slot = case.new_slots[lane]
         assert same(own_keys[slot], keys[slot])
@@ -213,24 +197,22 @@ def test_decode_attention(
 
 
 def test_decode_attention_at_its_real_sizes() -> None:
-    """All lanes make a list of groups, ten of them one of two parts each; alone, items are parts."""
-    case = Lanes([1, 63, 64, 65, 767, 768, 1100, 2048, 2049, 3000] + [1100] * 20, 1, 1, 16)
-    whole, keys, values = case.run(list(range(30)), programs=6)
+    case = Lanes([1, 63, 64, 65, 767, 768, 1100, 2048, 2049, 3000], 1, 1, 16)
+    everyone = list(range(10))
+    whole, keys, values = case.run(everyone, ranges=6)  # 27 parts each: some groups in two, some whole
     expected, wanted_keys, wanted_values = case.twin()
     assert_close(whole, expected, 1e-5)
     assert_close(keys[case.new_slots], wanted_keys[case.new_slots], 1e-6)
     assert same(values, wanted_values)
-    assert same(case.run(list(range(10)), programs=5)[0], whole[:10])
-    for lane, length in enumerate(case.lengths[:10]):
-        assert same(case.run([lane], programs=9)[0][0], whole[lane]), length
+    assert same(case.run(everyone, ranges=23)[0], whole)
+    for lane, length in enumerate(case.lengths):
+        assert same(case.run([lane], ranges=9)[0][0], whole[lane]), length
 
 
-@pytest.mark.parametrize("enough", [0, 12, 17, 200])
-def test_begin_round_writes_the_work_list_of_the_rows_that_run(
-    small: Callable[[int], None], enough: int
-) -> None:
-    small(enough)
-    pick = random.Random(enough)
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("ranges", [1, 5, 17, 200])
+def test_begin_round_writes_the_work_list_of_the_rows_that_run(ranges: int) -> None:
+    pick = random.Random(ranges)
     loops, rows, max_length = 4, 11, 300
     table = torch.randint(0, 10**6, (loops, rows, max_length), dtype=torch.int32)
     for trial in range(8):
@@ -241,12 +223,13 @@ def test_begin_round_writes_the_work_list_of_the_rows_that_run(
         depths = [pick.randrange(loops) for _ in range(rows)]
         granted = [position + pick.choice([0, 1, 1, 20]) for position in positions]
         runs = [row for row in range(rows) if states[row] in (2, 4) and positions[row] < granted[row]]
-        expected, work = (WorkList(rows, max_length, 2, 16, CPU) for _ in range(2))
+        expected, work = (WorkList(rows, max_length, 2, 16, ranges, CPU) for _ in range(2))
         indices = [depths[row] * rows + row for row in runs]
         expected.fill(indices, [positions[row] + 1 for row in runs])
+        used = -(-int(expected.num_parts) // int(expected.width))
 
         lanes, slots, count = (torch.full((size,), -9, dtype=torch.int32) for size in (rows, rows, 1))
-        names = ("table_index", "length", "first_part", "first_group", "item_lane", "item_start")
+        names = ("table_index", "length", "first_part", "first_group", "range_lane")
         written = [getattr(work, name) for name in names]
         for column in written:
             column.fill_(-9)
@@ -259,18 +242,19 @@ def test_begin_round_writes_the_work_list_of_the_rows_that_run(
             slots,
             count,
             *written,
-            work.num_items,
-            work.span,
+            work.num_parts,
+            work.width,
             rows,
             max_length,
+            ranges,
             BR=16,
-            ENOUGH_ITEMS=attention.ENOUGH_ITEMS,
             **attention.SIZES,
         )
-        items, number = int(expected.num_items), len(runs)
-        assert (int(count), int(work.num_items), int(work.span)) == (number, items, int(expected.span))
+        number = len(runs)
+        assert (int(count), int(work.num_parts)) == (number, int(expected.num_parts))
+        assert int(work.width) == int(expected.width)
         for name in names:
-            size = items if name.startswith("item") else number
+            size = used if name == "range_lane" else number
             got = getattr(work, name)
             assert torch.equal(got[:size], getattr(expected, name)[:size]), name
             assert (got[size:] == -9).all(), name

@@ -100,35 +100,24 @@ def chosen_lengths() -> st.SearchStrategy[list[int]]:
 
 
 @settings(deadline=None)
-@given(chosen_lengths())
-def test_a_work_list_cuts_every_lane_without_gap(lengths: list[int]) -> None:
-    """The items of a lane lie end to end, their results have places of their own, and the cut into
-    groups depends on the lane's length alone."""
-    work = WorkList(40, 5000, 2, 16, torch.device("cpu"))
+@given(chosen_lengths(), st.integers(1, 70))
+def test_a_work_list_cuts_every_lane_without_gap(lengths: list[int], ranges: int) -> None:
+    """Ranges of one width hold all parts; they know their lanes, and no group has more parts than places."""
+    work = WorkList(40, 5000, 2, 16, ranges, torch.device("cpu"))
     work.fill(list(range(len(lengths))), lengths)
-    count, span = int(work.num_items), int(work.span)
-    lanes, starts = work.item_lane[:count].tolist(), work.item_start[:count].tolist()
-    assert lanes[count - len(lengths) :] == list(range(len(lengths)))  # last items behind all others
-    all_parts = all_groups = all_pairs = 0
+    width, num_parts = int(work.width), int(work.num_parts)
+    assert (width - 1) * ranges < num_parts <= width * ranges
+    all_parts = all_groups = 0
     for lane, length in enumerate(lengths):
-        mine = [start for item, start in zip(lanes, starts, strict=True) if item == lane]
+        assert (int(work.first_part[lane]), int(work.first_group[lane])) == (all_parts, all_groups)
+        parts = -(-length // attention.PART)
+        for part in range(all_parts, all_parts + parts):
+            if part % width == 0:
+                assert int(work.range_lane[part // width]) == lane
         group = attention.SHORT_GROUP if length <= attention.SHORT_LENGTH else attention.LONG_GROUP
         groups = max((length + group // 2) // group, 1)
-        assert mine == [(span if span > 0 else -span * group) * item for item in range(len(mine))]
-        rest = length - mine[-1]
-        if span > 0:
-            assert 0 < rest <= span
-            assert group % span == span % attention.PART == 0  # no item has parts of two groups
-        else:
-            assert len(mine) == -(-groups // -span)
-            assert 0 < rest < -span * group + group // 2
-        assert (int(work.first_part[lane]), int(work.first_group[lane])) == (all_parts, all_groups)
-        all_parts += -(-length // attention.PART)
+        assert -(-(length - (groups - 1) * group) // attention.PART) <= attention.PLACES
+        all_parts += parts
         all_groups += groups
-        all_pairs += -(-groups // 2)
+    assert all_parts == num_parts
     assert all_groups * 2 <= len(work.group_arrived)
-    assert (span < 0) == (all_groups >= attention.ENOUGH_ITEMS)
-    assert (span == -2) == (all_pairs >= attention.ENOUGH_ITEMS)
-    if span > 0:
-        assert all_parts <= attention.MAX_PARTS
-        assert span == attention.PART or count >= attention.ENOUGH_ITEMS
