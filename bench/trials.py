@@ -85,7 +85,7 @@ class Covered:
     chunks: Counter[int] = field(default_factory=Counter)  # by the most tokens of a chunk
     cached: list[int] = field(default_factory=list)  # tokens of each prefix hit
     depths: Counter[int] = field(default_factory=Counter)
-    widths: set[int] = field(default_factory=set)  # see WorkList
+    widths: set[int] = field(default_factory=set)  # parts of a range of attention, see WorkList
     most_rows: int = 0  # that ran at once
 
     def missing(self, deep: bool) -> list[str]:
@@ -96,7 +96,7 @@ class Covered:
             lacks.append("long prefix hits")
         if self.most_rows <= POWERS_OF_TWO:
             lacks.append("many rows")
-        if not deep and not (min(self.widths, default=2) == 1 and max(self.widths) >= PLACES):
+        if not deep and not (0 in self.widths and max(self.widths) > PLACES):
             lacks.append("narrow and wide ranges of attention")
         return lacks
 
@@ -111,7 +111,8 @@ class Watched(Driver):
         super()._take(events, requests)
         self.most_rows = max(self.most_rows, len(self.worker._running))
         # of whatever round runs now: read on another stream, so that nothing waits
-        self.widths.add(int(self.worker._executor._rounds._work.width))
+        work = self.worker._executor._rounds._work
+        self.widths.add(int(work.num_parts) // work.ranges)
 
 
 class Part:

@@ -321,7 +321,6 @@ class CudaRounds:
             self._work.first_group,
             self._work.range_lane,
             self._work.num_parts,
-            self._work.width,
             rows.max_rows,
             table_stride,
             self._work.ranges,

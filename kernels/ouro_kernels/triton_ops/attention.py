@@ -4,13 +4,13 @@ Bits: a lane's keys are cut into parts of ``PART`` tokens at absolute positions 
 length, groups of parts (``num_groups``). A part is one chain over its tiles of ``TILE`` tokens; the
 parts of a group are merged in order, then the groups in order, always by ``_merge``.
 
-Who computes what depends on the batch: the parts of all lanes, end to end, are cut into ranges of equal
-width, one for each head and program, so that the programs end together at any lengths. A program merges
-the parts of a group for as long as it has all those before them; of a group that begins in an earlier
-range it writes each part. Whichever program of a group, and then of a lane and head, finishes last
-merges what was written: the same chain of operations wherever the cuts are. The list is built once per
-round on the device and read by all layers, so one captured launch serves any lengths. Slot offsets are
-int64.
+Who computes what depends on the batch: the parts of all lanes, end to end, are cut into ranges that
+differ by one part at most, one for each head and program, so that the programs end together at any
+lengths. A group that is cut is one partial result up to its first cut, and one for each part behind it;
+whichever program of a group, and then of a lane and head, finishes last merges what was written: the
+same chain of operations wherever the cuts are. Programs begin with the group that is cut at their end,
+so that it is merged while they still read others. The list is built once per round on the device and
+read by all layers, so one captured launch serves any lengths. Slot offsets are int64.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SHORT_GROUP = 512
 LONG_GROUP = 1024
 UNROLL = 16  # partial results whose loads are in flight together
 MAX_REGISTERS = 128  # of a thread: eight programs per SM
-# Parts of the longest group: one and a half times its size. A range has that many places for parts that
-# it writes one by one, less the first of them, and one for those that it merged.
+# Parts of the longest group, one and a half times its size. At most one group that is cut begins in a
+# range, and has that many places there.
 PLACES = 3 * LONG_GROUP // 2 // PART
 
 
@@ -69,47 +69,27 @@ def _rotated(x_ptr, cos_ptr, sin_ptr, D: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
-def _keep(
-    partial_ptr, peak_ptr, total_ptr, place, head, peak, total, acc, HEADS: tl.constexpr, D: tl.constexpr
-):
-    """Write a partial result."""
-    at = place.to(tl.int64) * HEADS + head
-    tl.store(partial_ptr + at * D + tl.arange(0, D), acc)
-    tl.store(peak_ptr + at, peak)
-    tl.store(total_ptr + at, total)
-
-
-@triton.jit
 def _merge_run(
     partial_ptr,
     peak_ptr,
     total_ptr,
     begin,
     end,
-    width,
     head,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     UNROLL: tl.constexpr,
-    PLACES: tl.constexpr,
 ):
-    """Merge partial results ``begin .. end - 1`` in order, from L2: other programs wrote them. With PLACES
-    those of parts, the first with all before it in its group; without, those at such places."""
+    """Merge the partial results at places ``begin .. end - 1`` in order, from L2: other programs wrote
+    them. A place past the end adds exact zeros."""
     d = tl.arange(0, D)
     peak = -float("inf")
     total = 0.0
     acc = tl.zeros((D,), tl.float32)
     for start in tl.range(begin, end, UNROLL):
         for offset in tl.static_range(UNROLL):
-            number = start + offset
-            exists = number < end
-            place = number
-            if PLACES > 0:
-                owner = number // width
-                own = tl.where(number == begin, PLACES - 1, number - owner * width)
-                place = owner * PLACES + own
-            at = place.to(tl.int64) * HEADS + head
-            # a place past the end adds exact zeros
+            at = (start + offset) * HEADS + head
+            exists = start + offset < end
             part_peak = tl.load(peak_ptr + at, mask=exists, other=-float("inf"), cache_modifier=".cg")
             part_total = tl.load(total_ptr + at, mask=exists, other=0.0, cache_modifier=".cg")
             part = tl.load(partial_ptr + at * D + d, mask=exists, other=0.0, cache_modifier=".cg")
@@ -139,7 +119,6 @@ def _decode_kernel(
     first_group_ptr,
     range_lane_ptr,
     num_parts_ptr,
-    width_ptr,
     partial_ptr,
     peak_ptr,
     total_ptr,
@@ -147,7 +126,6 @@ def _decode_kernel(
     lane_arrived_ptr,
     out_ptr,
     table_stride,
-    group_places,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -159,15 +137,17 @@ def _decode_kernel(
     LONG_GROUP: tl.constexpr,
     UNROLL: tl.constexpr,
     PLACES: tl.constexpr,
+    RANGES: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    GROUP_PLACES: tl.constexpr = RANGES * PLACES
     head = tl.program_id(0) % HEADS
-    own_range = tl.program_id(0) // HEADS
-    width = tl.load(width_ptr)
-    begin = own_range * width
-    stop = tl.minimum(begin + width, tl.load(num_parts_ptr))
+    number = tl.program_id(0) // HEADS
+    num_parts = tl.load(num_parts_ptr)
+    begin = num_parts * number // RANGES
+    stop = num_parts * (number + 1) // RANGES
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     kind = out_ptr.dtype.element_ty
@@ -175,27 +155,47 @@ def _decode_kernel(
     SHARE: tl.constexpr = HEADS // KV_HEADS
     kv_head = head // SHARE
     inner = kv_head * D + d[None, :]
+    # the work list and the table are older than the kernel before
+    first_lane = tl.load(range_lane_ptr + number, mask=begin < stop, other=0)
+    part, limit, lane = begin, stop, first_lane
+    if (begin < stop) & (stop < num_parts):
+        next_lane = tl.load(range_lane_ptr + number + 1)
+        length = tl.load(length_ptr + next_lane)
+        first_part = tl.load(first_part_ptr + next_lane)
+        group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
+        inside = (stop - first_part) * PART
+        cut = tl.minimum(inside // group, num_groups(length, group) - 1) * group
+        if cut < inside:
+            part = tl.maximum(first_part + cut // PART, begin)
+            lane = tl.where(first_part > begin, next_lane, first_lane)
+    cut_begin = tl.where(part > begin, part, stop)
     if PDL:
         if begin < stop:
-            # the work list and the table are older than the kernel before
-            lane = tl.load(range_lane_ptr + own_range)
             places = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
-            at = (begin - tl.load(first_part_ptr + lane)) * PART + tl.arange(0, PART)
+            at = (part - tl.load(first_part_ptr + lane)) * PART + tl.arange(0, PART)
             _touch(tl.load(places + at, mask=at < tl.load(length_ptr + lane), other=0))
             _touch(tl.load(first_group_ptr + lane))
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
-    part = begin
-    lane = tl.load(range_lane_ptr + own_range, mask=begin < stop, other=0)
-    while part < stop:
+    while part < limit:
         length = tl.load(length_ptr + lane)
         first_part = tl.load(first_part_ptr + lane)
-        first_group = tl.load(first_group_ptr + lane)
+        first_group = tl.load(first_group_ptr + lane).to(tl.int64)
         low = (part - first_part) * PART
-        high = tl.minimum((stop - first_part) * PART, length)
+        high = tl.minimum((limit - first_part) * PART, length)
         group = group_size(length, SHORT_LENGTH, SHORT_GROUP, LONG_GROUP)
         groups = num_groups(length, group)
+        first = tl.minimum(low // group, groups - 1)
+        first_low = first * group
+        first_high = tl.where(first == groups - 1, length, first_low + group)
+        cut_group = (low > first_low) | (high < first_high)
+        if cut_group:
+            high = tl.minimum(high, first_high)
+        # where the group's partial results are, if it is cut: with the range that it begins in
+        group_part = first_part + first_low // PART
+        owner = ((group_part + 1) * RANGES - 1) // num_parts
+        group_place = owner.to(tl.int64) * PLACES - group_part
         table = table_ptr + tl.load(table_index_ptr + lane).to(tl.int64) * table_stride
         own = qkv_ptr + lane.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
         cos = cos_ptr + (length - 1).to(tl.int64) * HALF
@@ -229,103 +229,67 @@ def _decode_kernel(
             acc = tl.fma(acc, rescale, tl.sum(weight[:, None] * value.to(tl.float32), 0))
             peak = top
             if ((start + TILE) % PART == 0) | (start + TILE >= high):
-                number = tl.minimum(start // group, groups - 1)
-                if number * group >= low:
-                    group_peak, group_total, group_acc = _merge(
-                        group_peak, group_total, group_acc, peak, total, acc
+                group_peak, group_total, group_acc = _merge(
+                    group_peak, group_total, group_acc, peak, total, acc
+                )
+                of = tl.minimum(start // group, groups - 1)
+                ends = start + TILE >= tl.where(of == groups - 1, length, (of + 1) * group)
+                apart = low > first_low  # each part of a group that another program began
+                if ends | apart | (start + TILE >= high):
+                    place = tl.where(
+                        cut_group, group_place + first_part + start // PART, GROUP_PLACES + first_group + of
                     )
-                    whole = start + TILE >= tl.where(number == groups - 1, length, (number + 1) * group)
-                    if whole | (start + TILE >= high):
-                        place = tl.where(
-                            whole, group_places + first_group + number, (own_range + 1) * PLACES - 1
-                        )
-                        _keep(
-                            partial_ptr,
-                            peak_ptr,
-                            total_ptr,
-                            place,
-                            head,
-                            group_peak,
-                            group_total,
-                            group_acc,
-                            HEADS,
-                            D,
-                        )
-                        group_peak = -float("inf")
-                        group_total = 0.0
-                        group_acc = tl.zeros((D,), tl.float32)
-                else:
-                    place = own_range * PLACES + first_part + start // PART - begin
-                    _keep(partial_ptr, peak_ptr, total_ptr, place, head, peak, total, acc, HEADS, D)
+                    at_place = place * HEADS + head
+                    tl.store(partial_ptr + at_place * D + d, group_acc)
+                    tl.store(peak_ptr + at_place, group_peak)
+                    tl.store(total_ptr + at_place, group_total)
+                    group_peak = -float("inf")
+                    group_total = 0.0
+                    group_acc = tl.zeros((D,), tl.float32)
                 peak = -float("inf")
                 total = 0.0
                 acc = tl.zeros((D,), tl.float32)
-        first = tl.minimum(low // group, groups - 1)
-        last = tl.minimum((high - 1) // group, groups - 1)
-        complete = last - first + 1
         tl.debug_barrier()  # the whole program's stores come before its arrival
-        for edge in tl.range(0, 1 + (first < last).to(tl.int32)):
-            number = tl.where(edge == 0, first, last)
-            group_low = number * group
-            group_high = tl.where(number == groups - 1, length, group_low + group)
-            if (low > group_low) | (high < group_high):
-                arrived = group_arrived_ptr + (first_group + number) * HEADS + head
-                parts = tl.cdiv(group_high - group_low, PART)
-                mine = tl.cdiv(tl.minimum(high, group_high) - tl.maximum(low, group_low), PART)
-                if tl.atomic_add(arrived, mine, sem="acq_rel", scope="gpu") == parts - mine:
-                    tl.store(arrived, 0)
-                    group_begin = first_part + group_low // PART
-                    merged = (group_begin // width + 1) * width - 1  # up to there by one program
-                    group_peak, group_total, group_acc = _merge_run(
-                        partial_ptr,
-                        peak_ptr,
-                        total_ptr,
-                        merged,
-                        group_begin + parts,
-                        width,
-                        head,
-                        HEADS,
-                        D,
-                        UNROLL,
-                        PLACES,
-                    )
-                    place = group_places + first_group + number
-                    _keep(
-                        partial_ptr,
-                        peak_ptr,
-                        total_ptr,
-                        place,
-                        head,
-                        group_peak,
-                        group_total,
-                        group_acc,
-                        HEADS,
-                        D,
-                    )
-                    tl.debug_barrier()
-                else:
-                    complete -= 1
-        if complete > 0:
-            arrived = lane_arrived_ptr + lane * HEADS + head
-            if tl.atomic_add(arrived, complete, sem="acq_rel", scope="gpu") == groups - complete:
+        complete = tl.minimum((high - 1) // group, groups - 1) - first + 1
+        if cut_group:
+            arrived = group_arrived_ptr + (first_group + first) * HEADS + head
+            parts = tl.cdiv(first_high - first_low, PART)
+            mine = tl.cdiv(high - low, PART)
+            complete = 0
+            if tl.atomic_add(arrived, mine, sem="acq_rel", scope="gpu") == parts - mine:
                 tl.store(arrived, 0)
-                begin_groups = group_places + first_group
-                peak, total, acc = _merge_run(
+                merged = num_parts * (owner + 1) // RANGES - 1  # the last part before the first cut
+                group_peak, group_total, group_acc = _merge_run(
                     partial_ptr,
                     peak_ptr,
                     total_ptr,
-                    begin_groups,
-                    begin_groups + groups,
-                    0,
+                    group_place + merged,
+                    group_place + group_part + parts,
                     head,
                     HEADS,
                     D,
                     UNROLL,
-                    0,
+                )
+                at_place = (GROUP_PLACES + first_group + first) * HEADS + head
+                tl.store(partial_ptr + at_place * D + d, group_acc)
+                tl.store(peak_ptr + at_place, group_peak)
+                tl.store(total_ptr + at_place, group_total)
+                tl.debug_barrier()
+                complete = 1
+        if complete > 0:
+            arrived = lane_arrived_ptr + lane * HEADS + head
+            if tl.atomic_add(arrived, complete, sem="acq_rel", scope="gpu") == groups - complete:
+                tl.store(arrived, 0)
+                place = GROUP_PLACES + first_group
+                peak, total, acc = _merge_run(
+                    partial_ptr, peak_ptr, total_ptr, place, place + groups, head, HEADS, D, UNROLL
                 )
                 tl.store(out_ptr + (lane.to(tl.int64) * HEADS + head) * D + d, (acc / total).to(kind))
         part = first_part + tl.cdiv(high, PART)
-        lane += 1
+        lane += (high == length).to(tl.int32)
+        if (part == stop) & (cut_begin < stop):  # now what comes before the group that is cut
+            part, limit, lane = begin, cut_begin, first_lane
+            cut_begin = stop
     if PDL and not EARLY:
         gdc_launch_dependents()
 
@@ -350,8 +314,8 @@ class WorkList:
 
     ``table_index`` [lanes]: row of the flat slot table [T * rows, max_length] of each lane; ``length``
     [lanes], the position of the lane's new token included; ``first_part``, ``first_group`` [lanes]: how
-    many the lanes before it have. ``num_parts`` [1] of all lanes; ``width`` [1]: parts of each range but
-    the last that has any; ``range_lane`` [ranges]: the lane of a range's first part.
+    many the lanes before it have. ``num_parts`` [1] of all lanes; range i begins with part num_parts * i //
+    ranges; ``range_lane`` [ranges]: the lane of its first part.
 
     Partial results: PLACES for each range, then one for each group; ``partial`` fp32 [places, heads, D],
     ``peak``, ``total`` [places, heads]. ``group_arrived`` [groups * heads] and ``lane_arrived`` [lanes *
@@ -373,7 +337,7 @@ class WorkList:
         self.table_index, self.length = ints(max_lanes), ints(max_lanes)
         self.first_part, self.first_group = ints(max_lanes), ints(max_lanes)
         self.range_lane = ints(ranges)
-        self.num_parts, self.width = ints(1), ints(1)
+        self.num_parts = ints(1)
         self.group_arrived, self.lane_arrived = ints(groups * heads), ints(max_lanes * heads)
         places = ranges * PLACES + groups
         self.partial = numbers(places, heads, head_dim)
@@ -385,15 +349,14 @@ class WorkList:
         groups = [max((n + size // 2) // size, 1) for n, size in zip(lengths, sizes, strict=True)]
         parts = [-(-length // PART) for length in lengths]
         lane_of_part = [lane for lane, count in enumerate(parts) for _ in range(count)]
-        width = max(-(-len(lane_of_part) // self.ranges), 1)
+        total = len(lane_of_part)
         for target, values in (
             (self.table_index, table_index),
             (self.length, lengths),
             (self.first_part, [sum(parts[:lane]) for lane in range(len(lengths))]),
             (self.first_group, [sum(groups[:lane]) for lane in range(len(lengths))]),
-            (self.range_lane, lane_of_part[::width]),
-            (self.num_parts, [len(lane_of_part)]),
-            (self.width, [width]),
+            (self.range_lane, [lane_of_part[total * i // self.ranges] for i in range(self.ranges) if total]),
+            (self.num_parts, [total]),
         ):
             target[: len(values)] = torch.tensor(values, dtype=torch.int32)
 
@@ -434,7 +397,6 @@ def decode_attention(
         work.first_group,
         work.range_lane,
         work.num_parts,
-        work.width,
         work.partial,
         work.peak,
         work.total,
@@ -442,7 +404,6 @@ def decode_attention(
         work.lane_arrived,
         out,
         table.shape[1],
-        work.ranges * PLACES,
         scale * 1.4426950408889634,
         HEADS=heads,
         KV_HEADS=keys.shape[1],
@@ -450,6 +411,7 @@ def decode_attention(
         TILE=TILE,
         UNROLL=UNROLL,
         PLACES=PLACES,
+        RANGES=work.ranges,
         STAGES=stages,
         **SIZES,
         EARLY=early,

@@ -45,7 +45,6 @@ def begin_round_kernel(
     first_group_ptr,
     range_lane_ptr,
     num_parts_ptr,
-    width_ptr,
     rows,
     table_stride,
     ranges,
@@ -83,11 +82,10 @@ def begin_round_kernel(
     tl.store(first_part_ptr + lane, first_part, mask=runs)
     tl.store(first_group_ptr + lane, tl.cumsum(groups, 0) - groups, mask=runs)
     num_parts = tl.sum(parts, 0)
-    width = tl.maximum(tl.cdiv(num_parts, ranges), 1)
     tl.store(num_parts_ptr, num_parts)
-    tl.store(width_ptr, width)
-    first = tl.cdiv(first_part, width)  # range that begins in this lane
-    count = tl.where(runs, tl.cdiv(first_part + parts, width) - first, 0)
+    first = tl.cdiv(first_part * ranges, tl.maximum(num_parts, 1))  # range that begins in this lane
+    end = tl.cdiv((first_part + parts) * ranges, tl.maximum(num_parts, 1))
+    count = tl.where(runs, end - first, 0)
     for number in tl.range(0, tl.max(count, 0)):
         tl.store(range_lane_ptr + first + number, lane, mask=number < count)
 

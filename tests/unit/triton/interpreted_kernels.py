@@ -181,9 +181,9 @@ def test_decode_attention(heads: int, kv_heads: int, dtype: torch.dtype) -> None
     assert_close(keys[case.new_slots], wanted_keys[case.new_slots], tolerance)
 
     parts = sum(-(-length // 16) for length in case.lengths)
-    for width in (1, 2, 3, 5, 7, 8, parts - 1):
-        order = everyone if width % 2 else everyone[::-1]
-        assert same(case.run(order, -(-parts // width))[0], whole[order]), width
+    for ranges in (2, 3, 5, 7, 9, 12, 17, parts // 2, parts - 1, parts):
+        order = everyone if ranges % 2 else everyone[::-1]
+        assert same(case.run(order, ranges)[0], whole[order]), ranges
     assert same(case.run(everyone[4:8], 2)[0], whole[4:8])
     for lane, length in enumerate(case.lengths):  # alone: a part each, and programs that have none
         out, own_keys, own_values = case.run([lane], ranges=13)
@@ -199,7 +199,7 @@ def test_decode_attention(heads: int, kv_heads: int, dtype: torch.dtype) -> None
 def test_decode_attention_at_its_real_sizes() -> None:
     case = Lanes([1, 63, 64, 65, 767, 768, 1100, 2048, 2049, 3000], 1, 1, 16)
     everyone = list(range(10))
-    whole, keys, values = case.run(everyone, ranges=6)  # 27 parts each: some groups in two, some whole
+    whole, keys, values = case.run(everyone, ranges=6)  # some groups in two, some whole
     expected, wanted_keys, wanted_values = case.twin()
     assert_close(whole, expected, 1e-5)
     assert_close(keys[case.new_slots], wanted_keys[case.new_slots], 1e-6)
@@ -226,7 +226,6 @@ def test_begin_round_writes_the_work_list_of_the_rows_that_run(ranges: int) -> N
         expected, work = (WorkList(rows, max_length, 2, 16, ranges, CPU) for _ in range(2))
         indices = [depths[row] * rows + row for row in runs]
         expected.fill(indices, [positions[row] + 1 for row in runs])
-        used = -(-int(expected.num_parts) // int(expected.width))
 
         lanes, slots, count = (torch.full((size,), -9, dtype=torch.int32) for size in (rows, rows, 1))
         names = ("table_index", "length", "first_part", "first_group", "range_lane")
@@ -243,7 +242,6 @@ def test_begin_round_writes_the_work_list_of_the_rows_that_run(ranges: int) -> N
             count,
             *written,
             work.num_parts,
-            work.width,
             rows,
             max_length,
             ranges,
@@ -252,9 +250,8 @@ def test_begin_round_writes_the_work_list_of_the_rows_that_run(ranges: int) -> N
         )
         number = len(runs)
         assert (int(count), int(work.num_parts)) == (number, int(expected.num_parts))
-        assert int(work.width) == int(expected.width)
         for name in names:
-            size = used if name == "range_lane" else number
+            size = number if name != "range_lane" else ranges if number else 0
             got = getattr(work, name)
             assert torch.equal(got[:size], getattr(expected, name)[:size]), name
             assert (got[size:] == -9).all(), name

@@ -102,18 +102,18 @@ def chosen_lengths() -> st.SearchStrategy[list[int]]:
 @settings(deadline=None)
 @given(chosen_lengths(), st.integers(1, 70))
 def test_a_work_list_cuts_every_lane_without_gap(lengths: list[int], ranges: int) -> None:
-    """Ranges of one width hold all parts; they know their lanes, and no group has more parts than places."""
+    """Ranges know the lanes that they begin in, and no group has more parts than places."""
     work = WorkList(40, 5000, 2, 16, ranges, torch.device("cpu"))
     work.fill(list(range(len(lengths))), lengths)
-    width, num_parts = int(work.width), int(work.num_parts)
-    assert (width - 1) * ranges < num_parts <= width * ranges
+    num_parts = int(work.num_parts)
+    begins = [num_parts * number // ranges for number in range(ranges)]
     all_parts = all_groups = 0
     for lane, length in enumerate(lengths):
         assert (int(work.first_part[lane]), int(work.first_group[lane])) == (all_parts, all_groups)
         parts = -(-length // attention.PART)
-        for part in range(all_parts, all_parts + parts):
-            if part % width == 0:
-                assert int(work.range_lane[part // width]) == lane
+        for number, begin in enumerate(begins):
+            if all_parts <= begin < all_parts + parts:
+                assert int(work.range_lane[number]) == lane
         group = attention.SHORT_GROUP if length <= attention.SHORT_LENGTH else attention.LONG_GROUP
         groups = max((length + group // 2) // group, 1)
         assert -(-(length - (groups - 1) * group) // attention.PART) <= attention.PLACES
