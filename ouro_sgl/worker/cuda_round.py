@@ -319,12 +319,14 @@ class CudaRounds:
             self._work.length,
             self._work.first_part,
             self._work.first_group,
+            self._work.range_begin,
             self._work.range_lane,
             self._work.num_parts,
             rows.max_rows,
             table_stride,
             self._work.ranges,
             BR=block_rows,
+            BRANGES=triton.next_power_of_2(self._work.ranges + 1),
             **attention.SIZES,
         )
         self._core(bucket)

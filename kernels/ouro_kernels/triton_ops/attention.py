@@ -4,9 +4,10 @@ Bits: a lane's keys are cut into parts of ``PART`` tokens at absolute positions 
 length, groups of parts (``num_groups``). A part is one chain over its tiles of ``TILE`` tokens; the
 parts of a group are merged in order, then the groups in order, always by ``_merge``.
 
-Who computes what depends on the batch: the parts of all lanes, end to end, are cut into ranges that
-differ by one part at most, one for each head and program, so that the programs end together at any
-lengths. A group that is cut is one partial result up to its first cut, and one for each part behind it;
+Who computes what depends on the batch: the parts of all lanes, end to end, are cut into ranges, one for
+each head and program. They differ by one part at most, so that the programs end together at any lengths;
+where that is nearly so with a range for each group, nothing is cut within one (``whole_groups``).
+A group that is cut is one partial result up to its first cut, and one for each part behind it;
 whichever program of a group, and then of a lane and head, finishes last merges what was written: the
 same chain of operations wherever the cuts are. Programs begin with the group that is cut at their end,
 so that it is merged while they still read others. The list is built once per round on the device and
@@ -14,6 +15,8 @@ read by all layers, so one captured launch serves any lengths. Slot offsets are 
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 import triton
@@ -43,6 +46,13 @@ def group_size(length, SHORT_LENGTH: tl.constexpr, SHORT_GROUP: tl.constexpr, LO
 @triton.jit
 def num_groups(length, group):
     return tl.maximum((length + group // 2) // group, 1)
+
+
+@triton.jit
+def whole_groups(groups, longest, num_parts, ranges):
+    """Whether every group gets a range of its own; longest: parts of the longest one. A quarter of a part
+    more than one above the fair share costs less than merging groups that are cut."""
+    return (groups <= ranges) & ((longest - 1) * ranges <= num_parts + ranges // 4)
 
 
 @triton.jit
@@ -117,6 +127,7 @@ def _decode_kernel(
     length_ptr,
     first_part_ptr,
     first_group_ptr,
+    range_begin_ptr,
     range_lane_ptr,
     num_parts_ptr,
     partial_ptr,
@@ -146,8 +157,8 @@ def _decode_kernel(
     head = tl.program_id(0) % HEADS
     number = tl.program_id(0) // HEADS
     num_parts = tl.load(num_parts_ptr)
-    begin = num_parts * number // RANGES
-    stop = num_parts * (number + 1) // RANGES
+    begin = tl.load(range_begin_ptr + number)
+    stop = tl.load(range_begin_ptr + number + 1)
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     kind = out_ptr.dtype.element_ty
@@ -314,8 +325,8 @@ class WorkList:
 
     ``table_index`` [lanes]: row of the flat slot table [T * rows, max_length] of each lane; ``length``
     [lanes], the position of the lane's new token included; ``first_part``, ``first_group`` [lanes]: how
-    many the lanes before it have. ``num_parts`` [1] of all lanes; range i begins with part num_parts * i //
-    ranges; ``range_lane`` [ranges]: the lane of its first part.
+    many the lanes before it have. ``num_parts`` [1] of all lanes; ``range_begin`` [ranges + 1]: the first
+    part of each range and all parts; ``range_lane`` [ranges]: the lane of a range's first part.
 
     Partial results: PLACES for each range, then one for each group; ``partial`` fp32 [places, heads, D],
     ``peak``, ``total`` [places, heads]. ``group_arrived`` [groups * heads] and ``lane_arrived`` [lanes *
@@ -336,7 +347,7 @@ class WorkList:
         self.ranges = ranges
         self.table_index, self.length = ints(max_lanes), ints(max_lanes)
         self.first_part, self.first_group = ints(max_lanes), ints(max_lanes)
-        self.range_lane = ints(ranges)
+        self.range_begin, self.range_lane = ints(ranges + 1), ints(ranges)
         self.num_parts = ints(1)
         self.group_arrived, self.lane_arrived = ints(groups * heads), ints(max_lanes * heads)
         places = ranges * PLACES + groups
@@ -348,14 +359,26 @@ class WorkList:
         sizes = [SHORT_GROUP if length <= SHORT_LENGTH else LONG_GROUP for length in lengths]
         groups = [max((n + size // 2) // size, 1) for n, size in zip(lengths, sizes, strict=True)]
         parts = [-(-length // PART) for length in lengths]
+        first_part = [sum(parts[:lane]) for lane in range(len(lengths))]
+        begins = [
+            part + number * size // PART
+            for part, size, count in zip(first_part, sizes, groups, strict=True)
+            for number in range(count)
+        ]
+        ranges, total = self.ranges, sum(parts)
+        longest = max((b - a for a, b in itertools.pairwise([*begins, total])), default=0)
+        if len(begins) <= ranges and (longest - 1) * ranges <= total + ranges // 4:
+            begins += [total] * (ranges - len(begins))
+        else:
+            begins = [total * number // ranges for number in range(ranges)]
         lane_of_part = [lane for lane, count in enumerate(parts) for _ in range(count)]
-        total = len(lane_of_part)
         for target, values in (
             (self.table_index, table_index),
             (self.length, lengths),
-            (self.first_part, [sum(parts[:lane]) for lane in range(len(lengths))]),
+            (self.first_part, first_part),
             (self.first_group, [sum(groups[:lane]) for lane in range(len(lengths))]),
-            (self.range_lane, [lane_of_part[total * i // self.ranges] for i in range(self.ranges) if total]),
+            (self.range_begin, [*begins, total]),
+            (self.range_lane, [lane_of_part[begin] for begin in begins if begin < total]),
             (self.num_parts, [total]),
         ):
             target[: len(values)] = torch.tensor(values, dtype=torch.int32)
@@ -395,6 +418,7 @@ def decode_attention(
         work.length,
         work.first_part,
         work.first_group,
+        work.range_begin,
         work.range_lane,
         work.num_parts,
         work.partial,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ouro_kernels.triton_ops.attention import group_size, num_groups
+from ouro_kernels.triton_ops.attention import group_size, num_groups, whole_groups
 
 FREE = tl.constexpr(0)
 LIVE = tl.constexpr(2)
@@ -43,12 +43,14 @@ def begin_round_kernel(
     length_ptr,
     first_part_ptr,
     first_group_ptr,
+    range_begin_ptr,
     range_lane_ptr,
     num_parts_ptr,
     rows,
     table_stride,
     ranges,
     BR: tl.constexpr,
+    BRANGES: tl.constexpr,
     PART: tl.constexpr,
     SHORT_LENGTH: tl.constexpr,
     SHORT_GROUP: tl.constexpr,
@@ -80,14 +82,29 @@ def begin_round_kernel(
     groups = tl.where(runs, num_groups(length, group), 0).to(tl.int32)
     first_part = tl.cumsum(parts, 0) - parts
     tl.store(first_part_ptr + lane, first_part, mask=runs)
-    tl.store(first_group_ptr + lane, tl.cumsum(groups, 0) - groups, mask=runs)
+    first_group = tl.cumsum(groups, 0) - groups
+    tl.store(first_group_ptr + lane, first_group, mask=runs)
+
     num_parts = tl.sum(parts, 0)
     tl.store(num_parts_ptr, num_parts)
-    first = tl.cdiv(first_part * ranges, tl.maximum(num_parts, 1))  # range that begins in this lane
-    end = tl.cdiv((first_part + parts) * ranges, tl.maximum(num_parts, 1))
+    of_group = group // PART
+    longest = tl.where(groups > 1, tl.maximum(of_group, parts - (groups - 1) * of_group), parts)
+    whole = whole_groups(tl.sum(groups, 0), tl.max(longest, 0), num_parts, ranges)
+    number = tl.arange(0, BRANGES)
+    begin = tl.where(whole, num_parts, num_parts * number // ranges)
+    tl.store(range_begin_ptr + number, begin, mask=number <= ranges)
+    tl.debug_barrier()
+    # the ranges that begin in this lane
+    some = tl.maximum(num_parts, 1)
+    first = tl.where(whole, first_group, tl.cdiv(first_part * ranges, some))
+    end = tl.where(whole, first_group + groups, tl.cdiv((first_part + parts) * ranges, some))
     count = tl.where(runs, end - first, 0)
     for number in tl.range(0, tl.max(count, 0)):
-        tl.store(range_lane_ptr + first + number, lane, mask=number < count)
+        mine = number < count
+        tl.store(range_lane_ptr + first + number, lane, mask=mine)
+        tl.store(
+            range_begin_ptr + first + number, (first_part + number * of_group).to(tl.int32), mask=mine & whole
+        )
 
 
 @triton.jit

@@ -13,6 +13,7 @@ in any order: numpy's matmul may choose another order for another shape.
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import pytest
@@ -110,6 +111,7 @@ class Lanes:
         work = WorkList(count, max(self.lengths), self.heads, self.head_dim, ranges, CPU)
         # wrong places show as NaN, wrong ranges as lanes without a length
         for unread in (
+            work.range_begin,
             work.range_lane,
             work.length,
             work.first_part,
@@ -228,7 +230,7 @@ def test_begin_round_writes_the_work_list_of_the_rows_that_run(ranges: int) -> N
         expected.fill(indices, [positions[row] + 1 for row in runs])
 
         lanes, slots, count = (torch.full((size,), -9, dtype=torch.int32) for size in (rows, rows, 1))
-        names = ("table_index", "length", "first_part", "first_group", "range_lane")
+        names = ("table_index", "length", "first_part", "first_group", "range_begin", "range_lane")
         written = [getattr(work, name) for name in names]
         for column in written:
             column.fill_(-9)
@@ -246,12 +248,15 @@ def test_begin_round_writes_the_work_list_of_the_rows_that_run(ranges: int) -> N
             max_length,
             ranges,
             BR=16,
+            BRANGES=256,
             **attention.SIZES,
         )
         number = len(runs)
+        begins = expected.range_begin.tolist()
+        used = bisect_left(begins, begins[-1])  # ranges with parts, or before one that has some
         assert (int(count), int(work.num_parts)) == (number, int(expected.num_parts))
         for name in names:
-            size = number if name != "range_lane" else ranges if number else 0
+            size = {"range_begin": ranges + 1, "range_lane": used}.get(name, number)
             got = getattr(work, name)
             assert torch.equal(got[:size], getattr(expected, name)[:size]), name
             assert (got[size:] == -9).all(), name
