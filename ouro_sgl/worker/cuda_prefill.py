@@ -1,4 +1,5 @@
-"""Prefill chunks on a CUDA device: cuBLAS products at fixed row counts, own kernels between them.
+"""Prefill chunks on a CUDA device: cuBLAS products at fixed row counts, own kernels between them. On Hopper
+gate and up are our own too, with SwiGLU.
 
 Exactness: cuBLAS may sum in another order at another number of rows, so a chunk is padded to one of
 a few row counts, and at start-up each count must give the bits of the largest one for every weight
@@ -101,23 +102,26 @@ class CudaPrefill:
         largest = next((count for count in ROW_COUNTS if count >= max_tokens), -(-max_tokens // 128) * 128)
         counts = (*(count for count in ROW_COUNTS if count < largest), largest)
         layer = model.layers[0]
-        # by weight: row counts whose bits are those of the largest
-        self.row_counts = {
-            name: check_row_counts(weight, counts)
-            for name, weight in (
-                ("qkv", layer.qkv),
-                ("out", layer.attention_out),
-                ("gate_up", layer.gate_up),
-                ("down", layer.down),
-                ("lm_head", model.lm_head),
-            )
+        weights = {
+            "qkv": layer.qkv,
+            "out": layer.attention_out,
+            "down": layer.down,
+            "lm_head": model.lm_head,
         }
+        on_hopper = hopper.supported(model.device, model.dtype)
+        programs = torch.cuda.get_device_properties(model.device).multi_processor_count if on_hopper else 0
+        self._gate_up: Callable[..., torch.Tensor] = self._gate_up_apart
+        if on_hopper and hopper.chunk.fits(config.hidden_size, config.intermediate_size):
+            self._gate_up = partial(hopper.chunk.gate_up, programs=programs)
+        else:
+            weights["gate_up"] = layer.gate_up
+        # by weight: row counts whose bits are those of the largest
+        self.row_counts = {name: check_row_counts(weight, counts) for name, weight in weights.items()}
         narrow = model.dtype == torch.float32
         self._attention: Callable[..., None]
-        if hopper.supported(model.device, model.dtype) and config.head_dim in hopper.prefill.HEAD_DIMS:
+        if on_hopper and config.head_dim in hopper.prefill.HEAD_DIMS:
             module, describe = hopper.prefill, hopper.products.describe
             self._block_q, self._block_k = module.BLOCK_Q, module.BLOCK_K
-            programs = torch.cuda.get_device_properties(model.device).multi_processor_count
             self._attention = partial(module.prefill_attention, programs=programs)
         else:
             describe = TensorDescriptor.from_tensor
@@ -144,6 +148,9 @@ class CudaPrefill:
         padded = x.new_zeros(count, x.shape[1])
         padded[:rows] = x
         return torch.nn.functional.linear(padded, weight)[:rows]
+
+    def _gate_up_apart(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return norm.silu_and_multiply(self._linear("gate_up", x, weight))
 
     def launch(
         self, chunk: Chunk, prompts: dict[int, Prompt], between_layers: Callable[[], None]
@@ -250,8 +257,7 @@ class CudaPrefill:
                 )
             out = self._linear("out", mixed.view(tokens, -1), layer.attention_out).unsqueeze(0)
             norm.sandwich(out, residual, layer.attention_norm, layer.mlp_input_norm, x, eps)
-            inner = norm.silu_and_multiply(self._linear("gate_up", x, layer.gate_up))
-            down = self._linear("down", inner, layer.down).unsqueeze(0)
+            down = self._linear("down", self._gate_up(x, layer.gate_up), layer.down).unsqueeze(0)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else model.final_norm
             norm.sandwich(down, residual, layer.mlp_norm, following, x, eps)
             between_layers()

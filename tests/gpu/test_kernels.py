@@ -12,6 +12,7 @@ from ouro_kernels.triton_ops.attention import WorkList
 
 pytestmark = pytest.mark.gpu
 
+SIXTEEN_BITS = [pytest.param(torch.float16, id="float16"), pytest.param(torch.bfloat16, id="bfloat16")]
 DTYPES = [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")]
 
 
@@ -161,6 +162,22 @@ def test_rope_write(dtype: torch.dtype) -> None:
         assert torch.equal(packed[places.long()].view(rows, kv_heads, -1), whole[slots.long()])
         assert int(torch.isnan(packed).any(-1).sum()) == 200 - rows
         assert int(torch.isnan(whole).any(-1).any(-1).sum()) == 200 - rows
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize(("width", "inner"), [(5632, 2048), (136, 64)])
+def test_gate_up_of_a_chunk(dtype: torch.dtype, width: int, inner: int) -> None:
+    """Right, and a row's bits are the same among any other rows, whoever computes which tile."""
+    from ouro_kernels.triton_ops import gemm, hopper
+
+    if not hopper.supported(torch.device("cuda"), dtype):
+        pytest.skip("these kernels need compute capability 9")
+    weight = (torch.randn(2 * width, inner, device="cuda") / inner**0.5).to(dtype)
+    x = torch.randn(4000, inner, device="cuda").to(dtype)
+    whole = hopper.chunk.gate_up(x, weight, 132)
+    assert relative_error(whole, gemm.gate_up_twin(x, weight)) < tolerance(dtype)
+    for start, end, programs in ((0, 1, 132), (5, 68, 3), (1000, 1130, 7), (0, 2000, 50)):
+        assert torch.equal(hopper.chunk.gate_up(x[start:end], weight, programs), whole[start:end]), start
 
 
 def lanes(

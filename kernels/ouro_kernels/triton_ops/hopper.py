@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 products: Any
+chunk: Any
 prefill: Any
 try:
     products = importlib.import_module("ouro_kernels.triton_ops.hopper_products")
+    chunk = importlib.import_module("ouro_kernels.triton_ops.hopper_chunk")
     prefill = importlib.import_module("ouro_kernels.triton_ops.hopper_prefill")
 except ImportError:
-    products = prefill = None
+    products = chunk = prefill = None
 
 
 def supported(device: torch.device, dtype: torch.dtype) -> bool:

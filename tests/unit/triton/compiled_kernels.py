@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import triton
-from ouro_kernels.triton_ops import attention, hopper_prefill, hopper_products
+from ouro_kernels.triton_ops import attention, hopper_chunk, hopper_prefill, hopper_products
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -92,6 +92,10 @@ def products() -> None:
 
 
 def prefill() -> None:
+    config = config_1_4b()
+    gate_up = bf16(2 * config.intermediate_size, config.hidden_size)
+    hopper_chunk.gate_up(bf16(4096, config.hidden_size), gate_up, 132)
+    report("gate_up of a chunk")
     for head_dim, dtype in ((128, torch.bfloat16), (64, torch.float16)):
         query = torch.empty(4096, 16, head_dim, dtype=dtype)
         packed = torch.empty(8192, 16 * head_dim, dtype=dtype)
