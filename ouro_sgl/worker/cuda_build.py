@@ -51,6 +51,7 @@ def build_cuda(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, Worker
     info = {
         "attention_backend": "triton",
         "cuda_graphs": executor.graphs,
+        "prefill_graphs": executor.prefill_graphs,
         "prefill_row_counts": executor.prefill_row_counts,
         "single_stream": executor.one_stream,
         "device_name": torch.cuda.get_device_name(checkpoint.device),
@@ -129,8 +130,12 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
     pool = KVPool(checkpoint.config, probe_tokens * loops, checkpoint.dtype, device)
     torch.cuda.reset_peak_memory_stats(device)
     executor = make_executor(args, checkpoint, probe, rows, pool, chunk, graphs=False)
+    before = torch.cuda.memory_allocated(device)
     run_chunk(executor, rows, 0, probe_tokens, list(range(probe_tokens * loops)), checkpoint)
-    peak = torch.cuda.max_memory_allocated(device) - probe_tokens * loops * checkpoint.slot_bytes
+    most = torch.cuda.max_memory_allocated(device)
+    peak = most - probe_tokens * loops * checkpoint.slot_bytes
+    if with_graphs(args):
+        peak += most - before  # chunks that are graphs have memory of their own
     del executor, pool, rows
     _free_unused()
 

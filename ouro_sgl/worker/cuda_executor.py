@@ -66,7 +66,7 @@ class CudaExecutor:
         self.prefill_stream = self.decode_stream if single_stream else torch.cuda.Stream(model.device)
         torch.cuda.synchronize()
         with self.prefilling():
-            self._prefill = CudaPrefill(model, rows, pool, max_chunk)
+            self._prefill = CudaPrefill(model, rows, pool, max_chunk, graphs=graphs)
         torch.cuda.synchronize()
         with self.decoding():
             self._rounds = CudaRounds(
@@ -91,8 +91,13 @@ class CudaExecutor:
         return self._prefill.row_counts
 
     @property
+    def prefill_graphs(self) -> list[int]:
+        """Numbers of positions that have a captured graph of a chunk."""
+        return self._prefill.captured
+
+    @property
     def graphs(self) -> list[int]:
-        """Row counts that have a captured graph."""
+        """Row counts that have a captured graph of a round."""
         return self._rounds.captured
 
     def update_weights(self, folder: Path) -> None:

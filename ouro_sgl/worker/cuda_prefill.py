@@ -4,6 +4,10 @@ gate and up are our own too, with SwiGLU.
 Exactness: cuBLAS may sum in another order at another number of rows, so a chunk is padded to one of
 a few row counts, and at start-up each count must give the bits of the largest one for every weight
 shape (``check_row_counts``); a count that does not is not used for that weight.
+
+A chunk is several hundred kernels, which take the host longer to launch than a small chunk takes the
+device. So there is a CUDA graph of all T loops for each row count, which reads its inputs from fixed
+places. Chunks of several groups, and those whose every loop is asked for, are launched one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +18,15 @@ from functools import partial
 
 import torch
 from ouro_kernels.triton_ops import hopper, norm
-from ouro_kernels.triton_ops.prefill import PackedKV, gather, plan_groups, prefill_attention, rope_write
+from ouro_kernels.triton_ops.prefill import (
+    GATHER_TOKENS,
+    PackedKV,
+    PrefillGroup,
+    gather,
+    plan_groups,
+    prefill_attention,
+    rope_write,
+)
 from ouro_kernels.triton_ops.sampling import log_sum_exp
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -24,7 +36,7 @@ from ouro_sgl.worker.kv_pool import KVPool
 from ouro_sgl.worker.prefill import ChunkResult, Prompt
 from ouro_sgl.worker.rows import Rows
 
-ROW_COUNTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+ROW_COUNTS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 LOGPROB_ROWS = 256  # prompt positions whose logits are made at once
 
 
@@ -85,18 +97,34 @@ class PendingLogprobs:
 
 @dataclass(frozen=True)
 class _Group:
-    """A :class:`PrefillGroup` on the device: its packed ``rows``; int32 [n, 5], [n, 4], [rows]."""
+    """A :class:`PrefillGroup` on the device: its packed ``rows``; blocks [n, 5] and copies [n, 4], of which
+    the first ``num_blocks`` [1] and ``num_copies`` [1] count; places [rows]. All int32."""
 
     rows: slice
     blocks: torch.Tensor
+    num_blocks: torch.Tensor
     copies: torch.Tensor
+    num_copies: torch.Tensor
     places: torch.Tensor
 
 
-class CudaPrefill:
-    """Runs chunks of up to ``max_tokens`` positions."""
+@dataclass(frozen=True)
+class _Inputs:
+    """A chunk on the device. token_ids, positions and places, the flat slot-table index of each position at
+    depth 0, [M] int64; a position whose place in its group is -1 is padding."""
 
-    def __init__(self, model: OuroModel, rows: Rows, pool: KVPool, max_tokens: int) -> None:
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    places: torch.Tensor
+    groups: list[_Group]
+
+
+class CudaPrefill:
+    """Runs chunks of up to ``max_tokens`` positions; ``graphs``: as captured graphs, where one fits."""
+
+    def __init__(
+        self, model: OuroModel, rows: Rows, pool: KVPool, max_tokens: int, *, graphs: bool = False
+    ) -> None:
         self._model, self._rows, self._pool = model, rows, pool
         config = model.config
         largest = next((count for count in ROW_COUNTS if count >= max_tokens), -(-max_tokens // 128) * 128)
@@ -138,6 +166,49 @@ class CudaPrefill:
             model.device,
             describe,
         )
+        self._captured: dict[int, tuple[_Inputs, Callable[[], torch.Tensor]]] = {}
+        if graphs:
+            self._capture(counts)
+
+    @property
+    def captured(self) -> list[int]:
+        """Row counts that have a graph."""
+        return sorted(self._captured)
+
+    def _capture(self, counts: tuple[int, ...]) -> None:
+        """Largest first, so that the graphs share one memory pool. No position is real: a dry run compiles
+        kernels and changes nothing."""
+        largest, rows = counts[-1], self._rows
+
+        def ints(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=kind, device=rows.device)
+
+        token_ids, positions, places = (ints(largest, kind=torch.int64) for _ in range(3))
+        # a segment has at most one block more at either end, and copies before, in and behind its tiles
+        copies = ints(self._packed.capacity // GATHER_TOKENS + 2 * rows.max_rows, 4)
+        num_blocks, num_copies, placed = ints(1), ints(1), ints(largest).fill_(-1)
+        blocks = ints(largest // self._block_q + 2 * rows.max_rows, 5)
+        memory = None
+        for count in reversed(counts):
+            group = _Group(
+                slice(0, count),
+                blocks[: count // self._block_q + 2 * rows.max_rows],
+                num_blocks,
+                copies,
+                num_copies,
+                placed[:count],
+            )
+            inputs = _Inputs(token_ids[:count], positions[:count], places[:count], [group])
+            run = partial(self._loops, inputs)
+            hidden = run()
+            if self._model.device.type == "cuda":  # else Triton's interpreter: computed at each call
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream()):
+                    hidden = run()
+                memory = memory or graph.pool()
+                run = partial(_replay, graph, hidden)
+            self._captured[count] = inputs, run
 
     def _linear(self, name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [M, K] at the smallest good row count: [M, N]."""
@@ -157,30 +228,14 @@ class CudaPrefill:
     ) -> PendingChunk:
         """All T loops of the chunk on the current stream.
 
-        ``between_layers`` is called after each layer's launches: they take 10 to 20 ms of host time
-        in all, more than the decode rounds that are queued.
+        ``between_layers`` is called after each layer's launches, where they are not a graph's: they take
+        20 to 40 ms of host time in all, more than the decode rounds that are queued.
         """
-        model, rows = self._model, self._rows
+        rows = self._rows
         pieces = [(segment, prompts[segment.row]) for segment in chunk.segments]
         token_ids = torch.cat([prompt.token_ids[piece.start : piece.end] for piece, prompt in pieces])
-        positions = rows.upload(
-            [position for piece, _ in pieces for position in range(piece.start, piece.end)], torch.int64
-        )
-        # the flat slot-table index of every packed position at depth 0
-        width = rows.slot_table.shape[2]
-        places = rows.upload(
-            [piece.row * width + p for piece, _ in pieces for p in range(piece.start, piece.end)], torch.int64
-        )
         segments = [(piece.row, piece.start, piece.end) for piece, _ in pieces]
-        groups = [
-            _Group(
-                slice(group.first, group.end),
-                _lines(rows, group.blocks, 5),
-                _lines(rows, group.copies, 4),
-                rows.upload(group.places, torch.int32),
-            )
-            for group in plan_groups(segments, self._block_q, self._block_k, self._packed.capacity)
-        ]
+        plans = plan_groups(segments, self._block_q, self._block_k, self._packed.capacity)
         result = ChunkResult(chunk.chunk_id)
         last_tokens, packed = {}, 0
         for piece, prompt in pieces:
@@ -188,24 +243,98 @@ class CudaPrefill:
             if prompt.exit_lambdas and piece.end == len(prompt.token_ids):
                 last_tokens[piece.row] = packed - 1
                 result.lambdas[piece.row] = torch.zeros(rows.total_loops, device=rows.device)
-        hidden = model.prelude(token_ids)
-        for depth in range(rows.total_loops):
-            slots = rows.slot_table[depth].view(-1)[places]
-            hidden = self._round(hidden, positions, slots, groups, depth * rows.max_rows, between_layers)
+
+        def keep_lambdas(depth: int, hidden: torch.Tensor) -> None:
             for row, at in last_tokens.items():
-                result.lambdas[row][depth] = model.hazard(hidden[at : at + 1])[0]
+                result.lambdas[row][depth] = self._model.hazard(hidden[at : at + 1])[0]
+
+        count = next((count for count in self.captured if count >= packed), None)
+        if count is not None and len(plans) == 1 and not last_tokens:
+            inputs, run = self._captured[count]
+            self._fill(inputs, token_ids, segments, plans[0])
+            hidden = run()[:packed]
+        else:
+            inputs = self._inputs(token_ids, segments, plans)
+            hidden = self._loops(inputs, keep_lambdas, between_layers)
 
         logprobs = []
         sizes = [piece.end - piece.start for piece, _ in pieces]
         for (piece, prompt), states in zip(pieces, hidden.split(sizes), strict=True):
             if piece.end == len(prompt.token_ids):
-                result.final_hidden[piece.row] = states[-1]
+                result.final_hidden[piece.row] = states[-1].clone()
             logprobs.extend(self._prompt_logprobs(piece, prompt, states))
         event = None
-        if model.device.type == "cuda":
+        if self._model.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
         return PendingChunk(result, event, logprobs)
+
+    def _inputs(
+        self, token_ids: torch.Tensor, segments: list[tuple[int, int, int]], plans: list[PrefillGroup]
+    ) -> _Inputs:
+        upload = self._rows.upload
+        positions, places = self._positions(segments)
+        groups = [
+            _Group(
+                slice(plan.first, plan.end),
+                _lines(self._rows, plan.blocks, 5),
+                upload([len(plan.blocks)], torch.int32),
+                _lines(self._rows, plan.copies, 4),
+                upload([len(plan.copies)], torch.int32),
+                upload(plan.places, torch.int32),
+            )
+            for plan in plans
+        ]
+        return _Inputs(token_ids, upload(positions, torch.int64), upload(places, torch.int64), groups)
+
+    def _fill(
+        self,
+        inputs: _Inputs,
+        token_ids: torch.Tensor,
+        segments: list[tuple[int, int, int]],
+        plan: PrefillGroup,
+    ) -> None:
+        """Write a chunk to where a graph reads it. What is behind it may be anything, but for places."""
+        source = self._inputs(token_ids, segments, [plan])
+        (group,), (given,) = inputs.groups, source.groups
+        group.places.fill_(-1)
+        for target, values in (
+            (inputs.token_ids, token_ids),
+            (inputs.positions, source.positions),
+            (inputs.places, source.places),
+            (group.places, given.places),
+            (group.blocks, given.blocks),
+            (group.num_blocks, given.num_blocks),
+            (group.copies, given.copies),
+            (group.num_copies, given.num_copies),
+        ):
+            target[: len(values)] = values
+
+    def _positions(self, segments: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
+        """(positions, their flat slot-table indices at depth 0) of the packed positions."""
+        width = self._rows.slot_table.shape[2]
+        positions: list[int] = []
+        places: list[int] = []
+        for row, start, end in segments:
+            positions += range(start, end)
+            places += range(row * width + start, row * width + end)
+        return positions, places
+
+    def _loops(
+        self,
+        inputs: _Inputs,
+        after_loop: Callable[[int, torch.Tensor], None] = lambda depth, hidden: None,
+        between_layers: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
+        """h_T [M, H]."""
+        rows = self._rows
+        hidden = self._model.prelude(inputs.token_ids)
+        for depth in range(rows.total_loops):
+            slots = rows.slot_table[depth].view(-1)[inputs.places]
+            offset = depth * rows.max_rows
+            hidden = self._round(hidden, inputs.positions, slots, inputs.groups, offset, between_layers)
+            after_loop(depth, hidden)
+        return hidden
 
     def _round(
         self,
@@ -245,12 +374,22 @@ class CudaPrefill:
                     model.cos,
                     model.sin,
                 )
-                gather(keys, values, table, group.copies, depth_offset, packed.keys, packed.values)
+                gather(
+                    keys,
+                    values,
+                    table,
+                    group.copies,
+                    group.num_copies,
+                    depth_offset,
+                    packed.keys,
+                    packed.values,
+                )
                 self._attention(
                     query[mine],
                     packed.key_tiles,
                     packed.value_tiles,
                     group.blocks,
+                    group.num_blocks,
                     mixed[mine],
                     config.head_dim**-0.5,
                     config.num_kv_heads,
@@ -285,6 +424,11 @@ class CudaPrefill:
                 tops = _to_host(best[:, : wish.top]), _to_host(ids[:, : wish.top]), _to_host(named)
             pending.append(PendingLogprobs(piece, begin, _to_host(chosen), tops))
         return pending
+
+
+def _replay(graph: torch.cuda.CUDAGraph, result: torch.Tensor) -> torch.Tensor:
+    graph.replay()
+    return result
 
 
 def _lines(rows: Rows, lines: Sequence[Sequence[int]], width: int) -> torch.Tensor:

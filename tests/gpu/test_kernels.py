@@ -281,12 +281,12 @@ def test_prefill_attention(
             mine = slice(group.first, group.end)
             packed.keys[group.places] = keys[slots[mine]].view(-1, kv_heads * head_dim)
             packed.values[group.places] = values[slots[mine]].view(-1, kv_heads * head_dim)
-            copies = ints(group.copies).view(-1, 4)
-            prefill.gather(keys, values, table, copies, 0, packed.keys, packed.values)
-            blocks = ints(group.blocks)
-            attend(
-                query[mine], packed.key_tiles, packed.value_tiles, blocks, out[mine], scale, kv_heads
-            )  # fmt: skip
+            # places behind those that count are never read
+            copies, blocks = ints([*group.copies, (9**9,) * 4]), ints([*group.blocks, (9**9,) * 5])
+            num_copies, num_blocks = ints([len(group.copies)]), ints([len(group.blocks)])
+            prefill.gather(keys, values, table, copies, num_copies, 0, packed.keys, packed.values)
+            tiles = packed.key_tiles, packed.value_tiles
+            attend(query[mine], *tiles, blocks, num_blocks, out[mine], scale, kv_heads)
         return out
 
     whole = [run([(lane, 0, length)]) for lane, length in enumerate(lengths)]

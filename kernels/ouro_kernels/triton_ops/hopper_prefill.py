@@ -245,15 +245,15 @@ def _consume(
         step += n + 1
 
 
-@gluon.jit(do_not_specialize=["items"])
+@gluon.jit
 def _prefill_kernel(
     queries,
     keys,
     values,
     blocks_ptr,
+    num_blocks_ptr,
     out_ptr,
     scale,
-    items,
     HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr,
     D: gl.constexpr,
@@ -264,6 +264,7 @@ def _prefill_kernel(
     PRODUCER: gl.constexpr,
 ):
     kind: gl.constexpr = keys.dtype
+    items = HEADS * gl.load(num_blocks_ptr)
     qs = gl.allocate_shared_memory(kind, [2, BQ, D], queries.layout)
     ks = gl.allocate_shared_memory(kind, [STAGES, BK, D], keys.layout)
     vs = gl.allocate_shared_memory(kind, [STAGES, BK, D], values.layout)
@@ -311,6 +312,7 @@ def prefill_attention(
     packed_keys: TensorDescriptor,
     packed_values: TensorDescriptor,
     blocks: torch.Tensor,
+    num_blocks: torch.Tensor,
     out: torch.Tensor,
     scale: float,
     kv_heads: int,
@@ -320,18 +322,17 @@ def prefill_attention(
 
     query, out [M, heads, D], D of HEAD_DIMS; packed_* ``describe`` [capacity, kv_heads * D] in blocks of
     [BLOCK_K, D]; blocks int32 [n, 5] (:class:`~ouro_kernels.triton_ops.prefill.PrefillGroup`) of BLOCK_Q
-    queries; ``programs`` at most: as many as the device has SMs.
+    queries, of which the first ``num_blocks`` [1] count; ``programs`` at most: as many as the device has SMs.
     """
     rows, heads, head_dim = query.shape
-    items = heads * len(blocks)
-    _prefill_kernel[(min(items, programs),)](
+    _prefill_kernel[(min(heads * len(blocks), programs),)](
         describe(query.view(rows, heads * head_dim), [HALF_Q, head_dim]),
         packed_keys,
         packed_values,
         blocks,
+        num_blocks,
         out,
         scale * 1.4426950408889634,
-        items,
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,

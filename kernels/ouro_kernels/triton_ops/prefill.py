@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 GATHER_TOKENS = 32
 GATHER_COLUMNS = 512
+GATHER_PROGRAMS = 128  # for each block of columns
 
 
 @dataclass
@@ -117,6 +118,8 @@ def _rope_write_kernel(
     tl.store(query + HALF, high, mask=is_query)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     place = tl.load(places_ptr + row).to(tl.int64)
+    is_key &= place >= 0
+    is_value &= place >= 0
     key = (slot * KV_HEADS + head - HEADS) * D + i
     tl.store(keys_ptr + key, low, mask=is_key)
     tl.store(keys_ptr + key + HALF, high, mask=is_key)
@@ -147,8 +150,8 @@ def rope_write(
     """Rotate query and key; key and value go to their slots and to their places side by side.
 
     qkv [M, (heads + 2 kv_heads) * D]; query [M, heads, D]; keys, values [num_slots, kv_heads, D] of one
-    layer; packed_keys, packed_values [capacity, kv_heads * D]; slots, positions, places [M] integers;
-    cos, sin [positions, D / 2].
+    layer; packed_keys, packed_values [capacity, kv_heads * D]; slots, positions, places [M] integers, a
+    place of -1: no position, its key and value go nowhere; cos, sin [positions, D / 2].
     """
     rows, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
@@ -196,6 +199,7 @@ def _gather_kernel(
     values_ptr,
     table_ptr,
     copies_ptr,
+    num_copies_ptr,
     packed_keys_ptr,
     packed_values_ptr,
     depth_offset,
@@ -204,20 +208,21 @@ def _gather_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    copy = copies_ptr + tl.program_id(0) * 4
-    row = tl.load(copy)
-    at = tl.load(copy + 1) + tl.arange(0, TOKENS)
-    inside = at < tl.load(copy + 2)
-    place = tl.load(copy + 3)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    keep = inside[:, None] & (column < WIDTH)[None, :]
-    found = keep & (row >= 0)
-    table = table_ptr + (depth_offset + tl.maximum(row, 0)).to(tl.int64) * table_stride
-    slot = tl.load(table + at, mask=inside & (row >= 0), other=0).to(tl.int64)
-    source = slot[:, None] * WIDTH + column[None, :]
-    target = (place + at).to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(packed_keys_ptr + target, tl.load(keys_ptr + source, mask=found, other=0.0), mask=keep)
-    tl.store(packed_values_ptr + target, tl.load(values_ptr + source, mask=found, other=0.0), mask=keep)
+    for number in tl.range(tl.program_id(0), tl.load(num_copies_ptr), tl.num_programs(0)):
+        copy = copies_ptr + number * 4
+        row = tl.load(copy)
+        at = tl.load(copy + 1) + tl.arange(0, TOKENS)
+        inside = at < tl.load(copy + 2)
+        place = tl.load(copy + 3)
+        keep = inside[:, None] & (column < WIDTH)[None, :]
+        found = keep & (row >= 0)
+        table = table_ptr + (depth_offset + tl.maximum(row, 0)).to(tl.int64) * table_stride
+        slot = tl.load(table + at, mask=inside & (row >= 0), other=0).to(tl.int64)
+        source = slot[:, None] * WIDTH + column[None, :]
+        target = (place + at).to(tl.int64)[:, None] * WIDTH + column[None, :]
+        tl.store(packed_keys_ptr + target, tl.load(keys_ptr + source, mask=found, other=0.0), mask=keep)
+        tl.store(packed_values_ptr + target, tl.load(values_ptr + source, mask=found, other=0.0), mask=keep)
 
 
 def gather(
@@ -225,6 +230,7 @@ def gather(
     values: torch.Tensor,
     table: torch.Tensor,
     copies: torch.Tensor,
+    num_copies: torch.Tensor,
     depth_offset: int,
     packed_keys: torch.Tensor,
     packed_values: torch.Tensor,
@@ -232,17 +238,19 @@ def gather(
     """Copy K and V of earlier positions from their slots side by side; zeros behind a row's last.
 
     keys, values [num_slots, kv_heads, D] of one layer; table int32 [T * rows, max_length]; copies int32
-    [n, 4] (:class:`PrefillGroup`); depth_offset: depth * rows; packed_* [capacity, kv_heads * D].
+    [n, 4] (:class:`PrefillGroup`), of which the first ``num_copies`` [1] count; depth_offset: depth *
+    rows; packed_* [capacity, kv_heads * D].
     """
     if not len(copies):
         return
     width = packed_keys.shape[1]
     columns = min(GATHER_COLUMNS, triton.next_power_of_2(width))
-    _gather_kernel[(len(copies), triton.cdiv(width, columns))](
+    _gather_kernel[(min(len(copies), GATHER_PROGRAMS), triton.cdiv(width, columns))](
         keys,
         values,
         table,
         copies,
+        num_copies,
         packed_keys,
         packed_values,
         depth_offset,
@@ -292,6 +300,7 @@ def _prefill_kernel(
     keys_desc,
     values_desc,
     blocks_ptr,
+    num_blocks_ptr,
     out_ptr,
     scale,
     HEADS: tl.constexpr,
@@ -302,6 +311,8 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    if tl.program_id(1) >= tl.load(num_blocks_ptr):
+        return
     block = blocks_ptr + tl.program_id(1) * 5
     head = tl.program_id(0)
     start = tl.load(block)  # absolute, a multiple of BQ
@@ -338,6 +349,7 @@ def prefill_attention(
     packed_keys: TensorDescriptor,
     packed_values: TensorDescriptor,
     blocks: torch.Tensor,
+    num_blocks: torch.Tensor,
     out: torch.Tensor,
     scale: float,
     kv_heads: int,
@@ -348,7 +360,7 @@ def prefill_attention(
     """Causal attention of packed positions.
 
     query, out [M, heads, D]; packed_* describe [capacity, kv_heads * D] in blocks of [block_k, D]; blocks
-    int32 [n, 5] (:class:`PrefillGroup`).
+    int32 [n, 5] (:class:`PrefillGroup`), of which the first ``num_blocks`` [1] count.
     """
     _, heads, head_dim = query.shape
     _prefill_kernel[(heads, len(blocks))](
@@ -356,6 +368,7 @@ def prefill_attention(
         packed_keys,
         packed_values,
         blocks,
+        num_blocks,
         out,
         scale * 1.4426950408889634,
         HEADS=heads,

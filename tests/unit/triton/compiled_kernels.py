@@ -101,7 +101,7 @@ def prefill() -> None:
         packed = torch.empty(8192, 16 * head_dim, dtype=dtype)
         tiles = hopper_products.describe(packed, [hopper_prefill.BLOCK_K, head_dim])
         blocks = torch.zeros(32, 5, dtype=torch.int32)
-        hopper_prefill.prefill_attention(query, tiles, tiles, blocks, query, 0.1, 16, 132)
+        hopper_prefill.prefill_attention(query, tiles, tiles, blocks, blocks[0, :1], query, 0.1, 16, 132)
         report(f"prefill attention, heads of {head_dim}")
 
 

@@ -324,13 +324,18 @@ class Prompts:
                     packed.values,
                     *self.angles,
                 )
-                copies = ints(group.copies).view(-1, 4)
-                prefill.gather(keys, values, self.table, copies, DEPTH * ROWS, packed.keys, packed.values)
+                # places behind those that count are never read
+                copies = ints([*group.copies, (9**9,) * 4])
+                count = ints([len(group.copies)])
+                prefill.gather(
+                    keys, values, self.table, copies, count, DEPTH * ROWS, packed.keys, packed.values
+                )
                 prefill.prefill_attention(
                     query.inner[mine],
                     packed.key_tiles,
                     packed.value_tiles,
-                    ints(group.blocks),
+                    ints([*group.blocks, (9**9,) * 5]),
+                    ints([len(group.blocks)]),
                     out.inner[mine],
                     head_dim**-0.5,
                     kv_heads,
