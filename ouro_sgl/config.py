@@ -250,7 +250,10 @@ class ServerArgs:
         choices=("auto", "triton", "torch"),
     )
     cuda_graphs: bool | None = _setting(
-        None, ROUNDS, "replay each round as one captured CUDA graph; GPU only", auto="on, on a GPU"
+        None,
+        ROUNDS,
+        "replay each round and most prefill chunks as one captured CUDA graph; GPU only",
+        auto="on, on a GPU",
     )
     cuda_graph_max_bs: int | None = _setting(
         None,
@@ -264,7 +267,7 @@ class ServerArgs:
     cuda_graph_max_graphs: int | None = _setting(
         None,
         ROUNDS,
-        "most graphs to capture, smallest row counts first; GPU only",
+        "most graphs of rounds to capture, smallest row counts first; GPU only",
         minimum=1,
         auto="no limit",
     )

@@ -19,10 +19,11 @@ from functools import partial
 import torch
 from ouro_kernels.triton_ops import hopper, norm
 from ouro_kernels.triton_ops.prefill import (
-    GATHER_TOKENS,
     PackedKV,
     PrefillGroup,
     gather,
+    most_blocks,
+    most_copies,
     plan_groups,
     prefill_attention,
     rope_write,
@@ -36,7 +37,10 @@ from ouro_sgl.worker.kv_pool import KVPool
 from ouro_sgl.worker.prefill import ChunkResult, Prompt
 from ouro_sgl.worker.rows import Rows
 
-ROW_COUNTS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+ROW_COUNTS = (
+    *(64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096),
+    *(5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384),
+)
 LOGPROB_ROWS = 256  # prompt positions whose logits are made at once
 
 
@@ -119,6 +123,15 @@ class _Inputs:
     groups: list[_Group]
 
 
+@dataclass(frozen=True)
+class _Captured:
+    """All loops of a chunk, which ``run`` computes: h_T of ``inputs`` into ``result`` [M, H]."""
+
+    inputs: _Inputs
+    result: torch.Tensor
+    run: Callable[[], None]
+
+
 class CudaPrefill:
     """Runs chunks of up to ``max_tokens`` positions; ``graphs``: as captured graphs, where one fits."""
 
@@ -166,7 +179,7 @@ class CudaPrefill:
             model.device,
             describe,
         )
-        self._captured: dict[int, tuple[_Inputs, Callable[[], torch.Tensor]]] = {}
+        self._captured: dict[int, _Captured] = {}
         if graphs:
             self._capture(counts)
 
@@ -184,31 +197,34 @@ class CudaPrefill:
             return torch.zeros(*shape, dtype=kind, device=rows.device)
 
         token_ids, positions, places = (ints(largest, kind=torch.int64) for _ in range(3))
-        # a segment has at most one block more at either end, and copies before, in and behind its tiles
-        copies = ints(self._packed.capacity // GATHER_TOKENS + 2 * rows.max_rows, 4)
+        segments = rows.max_rows
+        blocks = ints(most_blocks(largest, segments, self._block_q), 5)
+        copies = ints(most_copies(self._packed.capacity, segments), 4)
         num_blocks, num_copies, placed = ints(1), ints(1), ints(largest).fill_(-1)
-        blocks = ints(largest // self._block_q + 2 * rows.max_rows, 5)
+        result = torch.zeros(
+            largest, self._model.config.hidden_size, dtype=self._model.dtype, device=rows.device
+        )
         memory = None
         for count in reversed(counts):
             group = _Group(
                 slice(0, count),
-                blocks[: count // self._block_q + 2 * rows.max_rows],
+                blocks[: most_blocks(count, segments, self._block_q)],
                 num_blocks,
                 copies,
                 num_copies,
                 placed[:count],
             )
             inputs = _Inputs(token_ids[:count], positions[:count], places[:count], [group])
-            run = partial(self._loops, inputs)
-            hidden = run()
+            run: Callable[[], None] = partial(self._run_into, result[:count], inputs)
+            run()
             if self._model.device.type == "cuda":  # else Triton's interpreter: computed at each call
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream()):
-                    hidden = run()
+                    run()
                 memory = memory or graph.pool()
-                run = partial(_replay, graph, hidden)
-            self._captured[count] = inputs, run
+                run = graph.replay
+            self._captured[count] = _Captured(inputs, result[:count], run)
 
     def _linear(self, name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [M, K] at the smallest good row count: [M, N]."""
@@ -250,9 +266,10 @@ class CudaPrefill:
 
         count = next((count for count in self.captured if count >= packed), None)
         if count is not None and len(plans) == 1 and not last_tokens:
-            inputs, run = self._captured[count]
-            self._fill(inputs, token_ids, segments, plans[0])
-            hidden = run()[:packed]
+            captured = self._captured[count]
+            self._fill(captured.inputs, token_ids, segments, plans[0])
+            captured.run()
+            hidden = captured.result[:packed]
         else:
             inputs = self._inputs(token_ids, segments, plans)
             hidden = self._loops(inputs, keep_lambdas, between_layers)
@@ -319,6 +336,9 @@ class CudaPrefill:
             positions += range(start, end)
             places += range(row * width + start, row * width + end)
         return positions, places
+
+    def _run_into(self, result: torch.Tensor, inputs: _Inputs) -> None:
+        result.copy_(self._loops(inputs))
 
     def _loops(
         self,
@@ -424,11 +444,6 @@ class CudaPrefill:
                 tops = _to_host(best[:, : wish.top]), _to_host(ids[:, : wish.top]), _to_host(named)
             pending.append(PendingLogprobs(piece, begin, _to_host(chosen), tops))
         return pending
-
-
-def _replay(graph: torch.cuda.CUDAGraph, result: torch.Tensor) -> torch.Tensor:
-    graph.replay()
-    return result
 
 
 def _lines(rows: Rows, lines: Sequence[Sequence[int]], width: int) -> torch.Tensor:

@@ -74,6 +74,16 @@ def plan_groups(
     return groups
 
 
+def most_blocks(tokens: int, segments: int, block_q: int) -> int:
+    """Query blocks that a group of so many tokens in so many segments can have."""
+    return tokens // block_q + 2 * segments
+
+
+def most_copies(capacity: int, segments: int) -> int:
+    """Copies that a group of so many segments can have."""
+    return capacity // GATHER_TOKENS + 2 * segments
+
+
 @triton.jit
 def _rope_write_kernel(
     qkv_ptr,

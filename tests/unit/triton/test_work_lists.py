@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ouro_kernels.triton_ops import attention
 from ouro_kernels.triton_ops.attention import WorkList
-from ouro_kernels.triton_ops.prefill import GATHER_TOKENS, plan_groups
+from ouro_kernels.triton_ops.prefill import GATHER_TOKENS, most_blocks, most_copies, plan_groups
 
 Segment = tuple[int, int, int]  # row, start, end
 
@@ -66,6 +66,8 @@ def test_prefill_groups_cover_a_chunk_exactly_once(
                 assert base_of_row.setdefault(row, place) == place
                 queries.append(index)
         assert sorted(queries) == list(range(len(own)))
+        assert len(group.blocks) <= most_blocks(len(own), len(mine), block_q)
+        assert len(group.copies) <= most_copies(capacity, len(mine))
         ends = [block[2] for block in group.blocks]
         assert ends == sorted(ends, reverse=True)
 
