@@ -28,7 +28,8 @@ class Request:
     Slots that it owns (all others it reads belong to the radix cache, through ``node``):
     ``prompt_slots``, T columns of prompt positions ``cached_len ..`` as far as planned, less those
     handed to the radix cache; ``kept``, of generated positions that left the loop, in order;
-    ``granted``, a list per position that did not.
+    ``ahead``, a list for each of those that follow up to ``drawn_until``, of which the worker has been
+    told of those before ``granted_until``.
     """
 
     def __init__(self, message: GenerateReq, arrival: int, generated_need: int, total_loops: int) -> None:
@@ -89,8 +90,8 @@ class Request:
         self.reserved = 0
         self.prompt_slots: Columns = [[] for _ in range(self.total_loops)]
         self.kept: list[int] = []
-        self.granted: deque[list[int]] = deque()
-        self.granted_until = len(self.input_ids)
+        self.ahead: deque[list[int]] = deque()
+        self.granted_until = self.drawn_until = len(self.input_ids)
 
     def retracted(self) -> Request:
         """The request as it goes back to the queue: its output stays, its prompt and the K/V of its
@@ -130,6 +131,6 @@ class Request:
         """Every slot that this request alone uses."""
         slots = [slot for column in self.prompt_slots for slot in column]
         slots += self.kept
-        for position in self.granted:
+        for position in self.ahead:
             slots += position
         return slots

@@ -23,6 +23,7 @@ that by the row's events and grants just what each position is known to need.
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 from collections import deque
 from typing import Any
@@ -65,6 +66,7 @@ from ouro_sgl.scheduler.prefill import PrefillQueue
 from ouro_sgl.scheduler.request import Request, RequestState
 from ouro_sgl.scheduler.stats import Stats
 
+DRAWN_POSITIONS = 16  # of a request that slots are drawn for at once
 FLUSH_PATIENCE = 1.0  # seconds that a flush waits for rows that drain
 # Rows that left so do not hand their generated tokens to the cache; NONE: the request was retracted.
 UNCACHED_OUTCOMES = (FinishReason.NONE, FinishReason.ABORT, FinishReason.ERROR)
@@ -319,7 +321,7 @@ class Scheduler:
             return
         depth = events.exit_depths[index]
         if position >= prompt_len:
-            slots = request.granted.popleft()
+            slots = request.ahead.popleft()
             used = self.layout.used(depth)
             if used < len(slots):
                 self.pool.give(slots[used:])
@@ -520,25 +522,44 @@ class Scheduler:
         running = request.next_position()
         if start >= request.position_limit or start - running > self._grant_low:
             return None
+        end = min(running + self._grant_high, request.position_limit)
+        while request.drawn_until < end and self._draw_ahead(request):
+            pass
+        end = min(end, request.drawn_until)
+        if start >= end:
+            return None
+        first = len(request.ahead) - (request.drawn_until - start)
+        granted = list(itertools.islice(request.ahead, first, first + end - start))
+        request.granted_until = end
+        slots = [slot for position in granted for slot in position]
+        return Grant(request.row, request.epoch, start, [len(position) for position in granted], slots)
+
+    def _draw_ahead(self, request: Request) -> bool:
+        """Draw slots for the positions that follow, those of a depth side by side, as they are read.
+
+        Returns:
+            Whether the reservation had any for the next one.
+        """
         prompt_len = len(request.input_ids)
+        start = request.drawn_until
         widths: list[int] = []
-        total = 0
-        for position in range(start, min(running + self._grant_high, request.position_limit)):
+        for position in range(start, min(start + DRAWN_POSITIONS, request.position_limit)):
             width = self._width(request, position - prompt_len)
-            if total + width > request.reserved:
+            if sum(widths) + width > request.reserved:
                 break
             widths.append(width)
-            total += width
         if not widths:
-            return None
-        slots = self.pool.draw(total)
-        request.reserved -= total
-        request.granted_until += len(widths)
-        at = 0
-        for width in widths:
-            request.granted.append(slots[at : at + width])
-            at += width
-        return Grant(request.row, request.epoch, start, widths, slots)
+            return False
+        slots = iter(self.pool.draw(sum(widths)))
+        request.reserved -= sum(widths)
+        request.drawn_until += len(widths)
+        drawn: list[list[int]] = [[] for _ in widths]
+        for depth in range(max(widths)):
+            for mine, width in zip(drawn, widths, strict=True):
+                if depth < width:
+                    mine.append(next(slots))
+        request.ahead += drawn
+        return True
 
     def _width(self, request: Request, index: int) -> int:
         """Slots for the position of output ``index``: what it used before, if it is replayed."""
@@ -622,7 +643,7 @@ class Scheduler:
         for column in request.prompt_slots[:-1]:
             self.pool.give(column)
         request.prompt_slots = request.prompt_slots[-1:]
-        left = request.generated_need - (request.granted_until - len(request.input_ids))
+        left = request.generated_need - (request.drawn_until - len(request.input_ids))
         self.pool.reserve(left - request.reserved)
         request.reserved = left
 

@@ -99,6 +99,29 @@ def test_grants_run_ahead_and_stop_at_the_limit() -> None:
     assert scheduler.pool.reserved == 0
 
 
+def test_slots_of_one_depth_are_neighbours() -> None:
+    """Those of positions that are read together, though few of them are granted at a time."""
+    scheduler = make_scheduler(rounds_in_flight=2, num_slots=1024)
+    scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=50)))
+    plan = plan_of(scheduler)
+    scheduler.process_events(RoundEvents(plan.plan_id, 0, 1))
+    granted = list(plan.grants)
+    for position in range(4, 54):
+        token(scheduler, position, 4, FinishReason.LENGTH if position == 53 else FinishReason.NONE)
+        following = scheduler.step()
+        granted += following.grants if following is not None else []
+    columns: list[list[int]] = [[], [], [], []]
+    for grant in granted:
+        assert len(grant.widths) <= 4  # so that a pause is soon felt
+        assert set(grant.widths) == {4}
+        for depth, column in enumerate(columns):
+            column += grant.slots[depth::4]
+    for column in columns:
+        assert len(column) == 49
+        apart = [at for at in range(48) if column[at + 1] != column[at] + 1]
+        assert apart == [15, 31, 47]
+
+
 def test_slots_of_loops_that_were_not_run_come_back_at_once() -> None:
     scheduler = started({}, PROMPT)
     before = len(scheduler.pool.allocator)
