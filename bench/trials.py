@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from ouro_kernels.triton_ops.attention import PLACES, SHORT_LENGTH
+from ouro_kernels.triton_ops.attention import PART, SHORT_GROUP, SHORT_LENGTH
 
 from bench.cells import attempt
 from bench.gpu import config_1_4b, make_model
@@ -96,7 +96,7 @@ class Covered:
             lacks.append("long prefix hits")
         if self.most_rows <= POWERS_OF_TWO:
             lacks.append("many rows")
-        if not deep and not (0 in self.widths and max(self.widths) > PLACES):
+        if not deep and not (0 in self.widths and max(self.widths) > SHORT_GROUP // PART):
             lacks.append("narrow and wide ranges of attention")
         return lacks
 
