@@ -44,8 +44,8 @@ def build_cuda(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, Worker
         checkpoint.config, slots, checkpoint.dtype, checkpoint.device, poison=args.debug_poison_slots
     )
     executor = make_executor(args, checkpoint, settings, rows, pool, chunk, graphs=with_graphs(args))
-    # Kernels of a chunk compile at their first launch: here, and not while rows wait for rounds. One
-    # that starts behind a cached position needs them all.
+    # Without graphs, kernels of a chunk compile at their first launch: here, and not while rows wait for
+    # rounds. One that starts behind a cached position needs them all.
     end = min(18, settings.max_length)
     run_chunk(executor, rows, 1, end, [0] * end * rows.total_loops, checkpoint)
     info = {
@@ -117,7 +117,8 @@ def make_executor(
 
 def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
     """Slots that fit the budget, by measuring everything else: static buffers and one largest chunk
-    are really allocated and run on a pool of one chunk, then freed."""
+    are really allocated and run on a pool of one chunk, then freed. Graphs of chunks take as much memory as
+    that chunk once more."""
     device = checkpoint.device
     _free_unused()
     total = torch.cuda.get_device_properties(device).total_memory
@@ -130,12 +131,15 @@ def fitting_slots(args: ServerArgs, checkpoint: Checkpoint, chunk: int) -> int:
     pool = KVPool(checkpoint.config, probe_tokens * loops, checkpoint.dtype, device)
     torch.cuda.reset_peak_memory_stats(device)
     executor = make_executor(args, checkpoint, probe, rows, pool, chunk, graphs=False)
+    built = torch.cuda.max_memory_allocated(device)
     before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    executor.rehearse_chunk()
+    torch.cuda.synchronize()
+    captured = torch.cuda.max_memory_allocated(device) - before if with_graphs(args) else 0
     run_chunk(executor, rows, 0, probe_tokens, list(range(probe_tokens * loops)), checkpoint)
-    most = torch.cuda.max_memory_allocated(device)
-    peak = most - probe_tokens * loops * checkpoint.slot_bytes
-    if with_graphs(args):
-        peak += most - before  # chunks that are graphs have memory of their own
+    peak = max(built, torch.cuda.max_memory_allocated(device) + captured)
+    peak -= probe_tokens * loops * checkpoint.slot_bytes
     del executor, pool, rows
     _free_unused()
 

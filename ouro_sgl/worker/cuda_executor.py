@@ -100,6 +100,11 @@ class CudaExecutor:
         """Row counts that have a captured graph of a round."""
         return self._rounds.captured
 
+    def rehearse_chunk(self) -> None:
+        """See :meth:`CudaPrefill.rehearse`."""
+        with self.prefilling():
+            self._prefill.rehearse()
+
     def update_weights(self, folder: Path) -> None:
         torch.cuda.synchronize()  # graphs and launched kernels read the weights where they are
         self._rounds.load_heads(replace_weights(self._model, folder))

@@ -13,7 +13,7 @@ places. Chunks of several groups, and those whose every loop is asked for, are l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -179,43 +179,62 @@ class CudaPrefill:
             model.device,
             describe,
         )
+        self._counts = counts
         self._captured: dict[int, _Captured] = {}
         if graphs:
-            self._capture(counts)
+            self._capture()
 
     @property
     def captured(self) -> list[int]:
         """Row counts that have a graph."""
         return sorted(self._captured)
 
-    def _capture(self, counts: tuple[int, ...]) -> None:
-        """Largest first, so that the graphs share one memory pool. No position is real: a dry run compiles
-        kernels and changes nothing."""
-        largest, rows = counts[-1], self._rows
+    def rehearse(self) -> None:
+        """Run the largest chunk with no real position: it takes the memory of a graph and changes nothing."""
+        self._padding().run()
+
+    def _padding(self) -> _Captured:
+        """The largest chunk, launched one by one, with no real position; the graphs' places."""
+        count, rows, config = self._counts[-1], self._rows, self._model.config
 
         def ints(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=kind, device=rows.device)
 
-        token_ids, positions, places = (ints(largest, kind=torch.int64) for _ in range(3))
-        segments = rows.max_rows
-        blocks = ints(most_blocks(largest, segments, self._block_q), 5)
-        copies = ints(most_copies(self._packed.capacity, segments), 4)
-        num_blocks, num_copies, placed = ints(1), ints(1), ints(largest).fill_(-1)
-        result = torch.zeros(
-            largest, self._model.config.hidden_size, dtype=self._model.dtype, device=rows.device
+        group = _Group(
+            slice(0, count),
+            ints(most_blocks(count, rows.max_rows, self._block_q), 5),
+            ints(1),
+            ints(most_copies(self._packed.capacity, rows.max_rows), 4),
+            ints(1),
+            ints(count).fill_(-1),
         )
+        token_ids, positions, places = (ints(count, kind=torch.int64) for _ in range(3))
+        inputs = _Inputs(token_ids, positions, places, [group])
+        result = torch.zeros(count, config.hidden_size, dtype=self._model.dtype, device=rows.device)
+        return _Captured(inputs, result, partial(self._run_into, result, inputs))
+
+    def _capture(self) -> None:
+        """Largest first, so that the graphs share one memory pool; each is run once before, which compiles
+        its kernels."""
+        whole = self._padding()
+        (group,) = whole.inputs.groups
         memory = None
-        for count in reversed(counts):
-            group = _Group(
-                slice(0, count),
-                blocks[: most_blocks(count, segments, self._block_q)],
-                num_blocks,
-                copies,
-                num_copies,
-                placed[:count],
+        for count in reversed(self._counts):
+            inputs = _Inputs(
+                whole.inputs.token_ids[:count],
+                whole.inputs.positions[:count],
+                whole.inputs.places[:count],
+                [
+                    replace(
+                        group,
+                        rows=slice(0, count),
+                        blocks=group.blocks[: most_blocks(count, self._rows.max_rows, self._block_q)],
+                        places=group.places[:count],
+                    )
+                ],
             )
-            inputs = _Inputs(token_ids[:count], positions[:count], places[:count], [group])
-            run: Callable[[], None] = partial(self._run_into, result[:count], inputs)
+            result = whole.result[:count]
+            run: Callable[[], None] = partial(self._run_into, result, inputs)
             run()
             if self._model.device.type == "cuda":  # else Triton's interpreter: computed at each call
                 torch.cuda.synchronize()
@@ -224,7 +243,7 @@ class CudaPrefill:
                     run()
                 memory = memory or graph.pool()
                 run = graph.replay
-            self._captured[count] = _Captured(inputs, result[:count], run)
+            self._captured[count] = _Captured(inputs, result, run)
 
     def _linear(self, name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [M, K] at the smallest good row count: [M, N]."""

@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 VOCABULARY_BLOCK = 1024
 SELECT_BLOCK = 4096
 AHEAD_ROWS = 128  # up to so many rows, products ask for their weights before the kernel before has ended
-ATTENTION_PROGRAMS = 8  # of an SM: as many as it holds at once
 # Lines of the event block, see ``advance_kernel``; the lambdas follow, one line per loop.
 COUNTS_LINE, REPORTS_LINE, LAMBDA_LINES = 7, 8, 9
 
@@ -256,10 +255,13 @@ class CudaRounds:
         self._events = ints(LAMBDA_LINES + config.total_loops, capacity, kind=torch.int64)
 
     def _attention_ranges(self) -> int:
+        """As many programs as the device holds at once: an SM has memory for 8 with keys of 256 bytes."""
         if self._model.device.type != "cuda":
-            return 2
+            return 5
         units = torch.cuda.get_device_properties(self._model.device).multi_processor_count
-        return max(ATTENTION_PROGRAMS * units // self._model.config.num_heads, 1)
+        config = self._model.config
+        per_unit = 8 * 256 // max(config.head_dim * self._model.dtype.itemsize, 256)
+        return max(per_unit * units // config.num_heads, 1)
 
     def _capture(self, buckets: list[int]) -> None:
         """Largest bucket first, so that the graphs share one memory pool. No row is live: a dry run

@@ -32,7 +32,7 @@ from ouro_sgl.worker.round import RoundBlock
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
 
-LONG_CHUNK = 1024  # tokens; it keeps a device busy for longer than its launches take
+LONG_CHUNK = 1024  # tokens; behind a shorter one, few rounds run before the next can be there
 
 
 @dataclass(frozen=True)

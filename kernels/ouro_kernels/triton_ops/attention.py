@@ -344,7 +344,9 @@ class WorkList:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.empty(*shape, dtype=torch.float32, device=device)
 
-        self.ranges = ranges
+        # positions in the cut are products of parts and ranges, in 32 bits
+        most_parts = max_lanes * -(-max_length // PART) + 1
+        self.ranges = ranges = max(min(ranges, (2**31 - 1) // most_parts), 1)
         self.table_index, self.length = ints(max_lanes), ints(max_lanes)
         self.first_part, self.first_group = ints(max_lanes), ints(max_lanes)
         self.range_begin, self.range_lane = ints(ranges + 1), ints(ranges)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ouro_sgl.messages import Chunk, ExitMode, RowParams
+from ouro_sgl.messages import Chunk, ExitMode, RowParams, Segment
 from ouro_sgl.models.weights import random_lookahead_head
 from ouro_sgl.worker.cuda_prefill import CudaPrefill, PendingChunk
 from ouro_sgl.worker.cuda_round import CudaRounds, PendingRound
@@ -130,10 +131,60 @@ def compare(model: Model, make_requests: Callable[[], list[Request]], *, graphs:
     return got
 
 
+def replay_as_launched(model: Model) -> None:
+    """Chunks that are padded to where graphs read them leave the bits of those that are launched as they
+    are, whatever longer ones have left there; a chunk's result outlives the next chunk."""
+    pick = random.Random(0)
+    config, slots, max_rows, length = model.config, 3000, 4, 96
+    sides = []
+    for graphs in (True, False):
+        rows = Rows(
+            max_rows, length, 4, config.vocab_size, config.hidden_size, torch.float32, torch.device("cpu")
+        )
+        pool = KVPool(config, slots, torch.float32, torch.device("cpu"), poison=True)
+        sides.append((rows, pool, CudaPrefill(model.model, rows, pool, 100, graphs=graphs)))
+    assert sides[0][2].captured == [64, 128]
+    free = list(range(slots))
+    pick.shuffle(free)
+    prompts: dict[int, Prompt] = {}
+    done: dict[int, int] = {}
+    finished: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number, sizes in enumerate(([60, 36], [1], [17, 30, 9], [80], [2, 40], [3])):
+        segments = []
+        for size in sizes:
+            row = pick.choice([row for row in range(max_rows) if row not in {s.row for s in segments}])
+            if row not in prompts or done[row] + size > len(prompts[row].token_ids):
+                total = min(size + pick.choice([0, 5]), length)
+                tokens = torch.tensor([pick.randrange(config.vocab_size) for _ in range(total)])
+                prompts[row] = Prompt(row, 0, tokens, 1, 0, LogprobWish(2, (5,)))
+                done[row] = 0
+            mine = [free.pop() for _ in range(4 * size)]
+            for rows, pool, _ in sides:
+                pool.handed_out(mine)
+                rows.set_prompt_slots(row, done[row], mine)
+            segments.append(Segment(row, 0, done[row], done[row] + size, mine))
+            done[row] += size
+        padded, launched = (
+            prefill.launch(Chunk(number, segments), prompts, lambda: None).result() for *_, prefill in sides
+        )
+        assert padded.logprobs == launched.logprobs
+        assert list(padded.final_hidden) == list(launched.final_hidden)
+        finished += [(padded.final_hidden[row], hidden) for row, hidden in launched.final_hidden.items()]
+        for mine_all, theirs in zip(
+            (*sides[0][1].keys, *sides[0][1].values), (*sides[1][1].keys, *sides[1][1].values), strict=True
+        ):
+            assert torch.equal(mine_all.isnan(), theirs.isnan())
+            assert torch.equal(mine_all.nan_to_num(), theirs.nan_to_num())
+    assert len(finished) > 3
+    for one, other in finished:
+        assert torch.equal(one, other)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     model = Model(rand_checkpoint(folder, layers=1))
+    replay_as_launched(model)
     got = compare(model, requests, graphs=True)
     depths = sorted({depth for result in got for depth in result.exit_depths[1:]})
     print(f"compared {sum(len(result.token_ids) for result in got)} tokens at depths {depths}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 pytest.importorskip("triton")
@@ -104,14 +106,18 @@ def chosen_lengths() -> st.SearchStrategy[list[int]]:
 @settings(deadline=None)
 @given(chosen_lengths(), st.integers(1, 70))
 def test_a_work_list_cuts_every_lane_without_gap(lengths: list[int], ranges: int) -> None:
-    """Ranges know the lanes that they begin in, and no group has more parts than places."""
+    """Ranges hold all parts in order and know the lanes that they begin in; they differ by a part at most,
+    or are the groups. No group has more parts than places."""
     work = WorkList(40, 5000, 2, 16, ranges, torch.device("cpu"))
     work.fill(list(range(len(lengths))), lengths)
     num_parts = int(work.num_parts)
-    begins = [num_parts * number // ranges for number in range(ranges)]
-    all_parts = all_groups = 0
+    *begins, end = work.range_begin.tolist()
+    assert begins == sorted(begins)
+    assert (begins[0], end) == (0, num_parts)
+    group_begins: list[int] = []
+    all_parts = 0
     for lane, length in enumerate(lengths):
-        assert (int(work.first_part[lane]), int(work.first_group[lane])) == (all_parts, all_groups)
+        assert (int(work.first_part[lane]), int(work.first_group[lane])) == (all_parts, len(group_begins))
         parts = -(-length // attention.PART)
         for number, begin in enumerate(begins):
             if all_parts <= begin < all_parts + parts:
@@ -119,7 +125,18 @@ def test_a_work_list_cuts_every_lane_without_gap(lengths: list[int], ranges: int
         group = attention.SHORT_GROUP if length <= attention.SHORT_LENGTH else attention.LONG_GROUP
         groups = max((length + group // 2) // group, 1)
         assert -(-(length - (groups - 1) * group) // attention.PART) <= attention.PLACES
+        group_begins += [all_parts + number * group // attention.PART for number in range(groups)]
         all_parts += parts
-        all_groups += groups
     assert all_parts == num_parts
-    assert all_groups * 2 <= len(work.group_arrived)
+    assert len(group_begins) * 2 <= len(work.group_arrived)
+    widths = [b - a for a, b in pairwise([*begins, end])]
+    if max(widths) - min(widths) > 1:
+        assert begins == group_begins + [end] * (ranges - len(group_begins))
+        assert max(widths) <= num_parts / ranges + 1.25  # not much more than a fair share
+
+
+def test_numbers_of_parts_and_ranges_stay_within_32_bits() -> None:
+    work = WorkList(2048, 131072, 1, 16, 2112, torch.device("cpu"))
+    assert 1 <= work.ranges < 2112
+    assert (2048 * 131072 // attention.PART + 1) * work.ranges < 2**31
+    assert WorkList(128, 65536, 16, 16, 66, torch.device("cpu")).ranges == 66
