@@ -30,9 +30,9 @@ from tests.worker_driver import Model
 OUTPUTS = 32
 LOOPS = 4
 LAUNCHES = 96  # layers of a chunk, all loops
-# seconds: of the host between two turns, to launch a round, to begin a chunk, for one layer of it; on the
-# way of a message; until a client that was answered has asked again
-TURN, LAUNCH_ROUND, BEGIN_CHUNK, LAUNCH_LAYER, MESSAGE, CLIENT = 15e-6, 60e-6, 3e-3, 120e-6, 2e-4, 2e-3
+# seconds: of the host between two turns, to launch a round, to begin a chunk, for one layer of one that is
+# no graph; on the way of a message; until a client that was answered has asked again
+TURN, LAUNCH_ROUND, BEGIN_CHUNK, LAUNCH_LAYER, MESSAGE, CLIENT = 15e-6, 60e-6, 2e-3, 400e-6, 2e-4, 2e-3
 
 
 @dataclass
@@ -67,6 +67,7 @@ class VirtualExecutor:
     clock: Clock
     per_row: float
     per_token: float
+    graphs: bool  # a chunk is launched at once, not layer by layer
     fixed: float = 1.1e-3
     lanes: list[int] = field(default_factory=list)  # of each round that had some
     one_stream: bool = True
@@ -84,7 +85,9 @@ class VirtualExecutor:
     ) -> Pending[ChunkResult]:
         tokens = sum(segment.end - segment.start for segment in chunk.segments)
         self.clock.now += BEGIN_CHUNK
-        for _ in range(LAUNCHES):
+        if self.graphs:
+            self.clock.run(tokens * self.per_token)
+        for _ in range(0 if self.graphs else LAUNCHES):
             self.clock.now += LAUNCH_LAYER
             self.clock.run(tokens * self.per_token / LAUNCHES)
             between_layers()
@@ -107,7 +110,9 @@ class Served:
     gaps: list[float]  # seconds between a request's tokens
 
 
-def serve(model: Model, concurrency: int, prompt: int, per_row: float, per_token: float) -> Served:
+def serve(
+    model: Model, concurrency: int, prompt: int, per_row: float, per_token: float, *, graphs: bool
+) -> Served:
     """Twice as many requests as clients, each client asks again once it is answered."""
     pair = Pair(
         model,
@@ -119,7 +124,7 @@ def serve(model: Model, concurrency: int, prompt: int, per_row: float, per_token
         radix_cache=False,
     )
     clock = Clock()
-    device = VirtualExecutor(pair.worker._executor, clock, per_row, per_token)
+    device = VirtualExecutor(pair.worker._executor, clock, per_row, per_token, graphs)
     pair.worker._executor = device
     waiting = deque(range(2 * concurrency))
     arrivals: list[tuple[float, int]] = []
@@ -177,11 +182,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.mark.parametrize(
-    ("concurrency", "prompt", "per_row", "per_token"),
+    ("concurrency", "prompt", "per_row", "per_token", "graphs"),
     [
-        pytest.param(32, 1, 51e-6, 20e-3, id="1024x32"),
-        pytest.param(16, 4, 190e-6, 22e-3, id="4096x16"),
-        pytest.param(4, 16, 740e-6, 30e-3, id="16384x4"),
+        pytest.param(32, 1, 51e-6, 20e-3, True, id="1024x32"),
+        pytest.param(16, 4, 190e-6, 22e-3, True, id="4096x16"),
+        pytest.param(4, 16, 740e-6, 30e-3, True, id="16384x4"),
+        pytest.param(16, 4, 190e-6, 22e-3, False, id="4096x16, layer by layer"),
     ],
 )
 def test_the_device_never_waits_and_rounds_are_full(
@@ -191,9 +197,10 @@ def test_the_device_never_waits_and_rounds_are_full(
     prompt: int,
     per_row: float,
     per_token: float,
+    graphs: bool,
 ) -> None:
     monkeypatch.setattr("ouro_sgl.worker.worker.LONG_CHUNK", 1)  # 1024, in tokens of this clock
-    served = serve(model, concurrency, prompt, per_row, per_token)
+    served = serve(model, concurrency, prompt, per_row, per_token, graphs=graphs)
     assert served.busy > 0.99
     assert sum(served.lanes) == 2 * concurrency * OUTPUTS * LOOPS - 2 * concurrency * LOOPS
     assert len(served.lanes) < 1.2 * 2 * (OUTPUTS - 1) * LOOPS  # of which all rows would need this many
