@@ -35,22 +35,21 @@ def medians(arms: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
     found: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(3):
         for name, call in arms.items():
-            calls = 0
-            for _ in range(2):
-                torch.cuda.synchronize()
-                begin, calls = time.perf_counter(), 0
-                start = torch.cuda.Event(enable_timing=True)
-                end = torch.cuda.Event(enable_timing=True)
-                start.record()
-                while time.perf_counter() - begin < seconds:
-                    for _ in range(50):
-                        call()
-                    calls += 50
-                    torch.cuda.synchronize()
-                end.record()
-                torch.cuda.synchronize()
-            found[name].append(start.elapsed_time(end) / 1e3 / calls)
+            repeat(call, seconds)
+            found[name].append(repeat(call, seconds))
     return {name: statistics.median(values) for name, values in found.items()}
+
+
+def repeat(call: Callable[[], object], seconds: float) -> float:
+    """Call it for so long, 50 times between two looks at the clock: seconds of one call."""
+    calls = 0
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        for _ in range(50):
+            call()
+        calls += 50
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / calls
 
 
 def attention(name: str, seconds: float) -> None:
@@ -90,7 +89,10 @@ def gate_up(rows: int, seconds: float) -> None:
     shape = 2 * config.intermediate_size, config.hidden_size
     weight = torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / config.hidden_size**0.5
     linear = torch.nn.functional.linear
-    apart = partial(lambda: norm.silu_and_multiply(linear(x, weight)))
+
+    def apart() -> torch.Tensor:
+        return norm.silu_and_multiply(linear(x, weight))
+
     arms: dict[str, Callable[[], object]] = {
         "cuBLAS alone": partial(linear, x, weight),
         "cuBLAS, SwiGLU": apart,

@@ -283,9 +283,8 @@ class CudaPrefill:
             for row, at in last_tokens.items():
                 result.lambdas[row][depth] = self._model.hazard(hidden[at : at + 1])[0]
 
-        count = next((count for count in self.captured if count >= packed), None)
-        if count is not None and len(plans) == 1 and not last_tokens:
-            captured = self._captured[count]
+        if self._captured and len(plans) == 1 and not last_tokens:
+            captured = self._captured[next(count for count in self._counts if count >= packed)]
             self._fill(captured.inputs, token_ids, segments, plans[0])
             captured.run()
             hidden = captured.result[:packed]
@@ -309,7 +308,12 @@ class CudaPrefill:
         self, token_ids: torch.Tensor, segments: list[tuple[int, int, int]], plans: list[PrefillGroup]
     ) -> _Inputs:
         upload = self._rows.upload
-        positions, places = self._positions(segments)
+        width = self._rows.slot_table.shape[2]
+        positions: list[int] = []
+        places: list[int] = []
+        for row, start, end in segments:
+            positions += range(start, end)
+            places += range(row * width + start, row * width + end)
         groups = [
             _Group(
                 slice(plan.first, plan.end),
@@ -345,16 +349,6 @@ class CudaPrefill:
             (group.num_copies, given.num_copies),
         ):
             target[: len(values)] = values
-
-    def _positions(self, segments: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
-        """(positions, their flat slot-table indices at depth 0) of the packed positions."""
-        width = self._rows.slot_table.shape[2]
-        positions: list[int] = []
-        places: list[int] = []
-        for row, start, end in segments:
-            positions += range(start, end)
-            places += range(row * width + start, row * width + end)
-        return positions, places
 
     def _run_into(self, result: torch.Tensor, inputs: _Inputs) -> None:
         result.copy_(self._loops(inputs))

@@ -257,7 +257,7 @@ class CudaRounds:
     def _attention_ranges(self) -> int:
         """As many programs as the device holds at once: an SM has memory for 8 with keys of 256 bytes."""
         if self._model.device.type != "cuda":
-            return 5
+            return 5  # Triton's interpreter: few, but enough to cut groups
         units = torch.cuda.get_device_properties(self._model.device).multi_processor_count
         config = self._model.config
         per_unit = 8 * 256 // max(config.head_dim * self._model.dtype.itemsize, 256)

@@ -32,7 +32,7 @@ from ouro_sgl.worker.round import RoundBlock
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
 
-LONG_CHUNK = 1024  # tokens; behind a shorter one, few rounds run before the next can be there
+LONG_CHUNK = 1024  # tokens; rounds are held back behind chunks of at least so many
 
 
 @dataclass(frozen=True)
