@@ -3,7 +3,8 @@
     python -m bench.chunk [--parts attention,gate_up,launch] [--seconds 0.3]
 
 Needs a CUDA device. Kernels run back to back for ``--seconds`` before and while they are timed, in turn,
-so that all have the clocks that the device's power limit leaves; figures are medians of three turns.
+so that all have the clocks that the device's power limit leaves, and as CUDA graphs, so that none waits for
+its launch; figures are medians of three turns.
 ``attention``: a chunk of 4,096 tokens behind so many earlier ones, the kernel in use against the Triton
 kernel. ``gate_up``: the product with SwiGLU against cuBLAS and ``silu_and_multiply``. ``launch``: prompts of
 1,024 in chunks of several sizes, as graphs and launched one by one.
@@ -25,6 +26,7 @@ from bench.cells import run_all
 from bench.gpu import Bench, config_1_4b, make_model
 
 HEADS, HEAD_DIM = 16, 128
+CALLS = 10  # of a kernel in a graph
 CHUNKS = {"4x1024": [(0, 1024)] * 4, "4096": [(0, 4096)]} | {
     f"4096 behind {before}": [(before, before + 4096)] for before in (12288, 61312)
 }
@@ -32,24 +34,36 @@ CHUNKS = {"4x1024": [(0, 1024)] * 4, "4096": [(0, 4096)]} | {
 
 def medians(arms: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
     """Seconds of one call of each."""
+    graphs = {name: captured(call) for name, call in arms.items()}
     found: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(3):
-        for name, call in arms.items():
-            repeat(call, seconds)
-            found[name].append(repeat(call, seconds))
+        for name, graph in graphs.items():
+            repeat(graph, seconds)
+            found[name].append(repeat(graph, seconds) / CALLS)
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def repeat(call: Callable[[], object], seconds: float) -> float:
-    """Call it for so long, 50 times between two looks at the clock: seconds of one call."""
-    calls = 0
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of CALLS of it; what the first call compiles or allocates is done before."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    return graph
+
+
+def repeat(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
+    """Replay it for so long, some times between two looks at the clock: seconds of one replay."""
+    replays = 0
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
-        for _ in range(50):
-            call()
-        calls += 50
+        for _ in range(5):
+            graph.replay()
+        replays += 5
         torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / calls
+    return (time.perf_counter() - begin) / replays
 
 
 def attention(name: str, seconds: float) -> None:
