@@ -190,4 +190,6 @@ def main(argv: Sequence[str]) -> int:
     except EngineDeadError as error:
         print(f"ouro_sgl: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # while the model loads; later ones end an answer or a line
+        return 130
     return 0

@@ -32,7 +32,7 @@ REFUSED: dict[str, str] = {
     "--tool-call-parser": "tool calls are read as Hermes and Qwen models write them",
     "--reasoning-parser": "what stands in <think> becomes reasoning_content, see separate_reasoning",
     "--grammar-backend": "llguidance is the only one",
-    "--quantization": "weights are float32 or bfloat16, see --dtype",
+    "--quantization": "weights are in the number format that --dtype names",
     "--kv-cache-dtype": "K/V has the number format of --dtype",
 }
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ouro_sgl.errors import ConfigError
+from ouro_sgl.messages import ExitMode
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ ROUNDS = "rounds"
 EXIT = "early exit"
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-EXIT_MODES = ("ouro", "ouro_delayed", "random_lookahead", "lookahead", "trace")
+EXIT_MODES = {mode.name.lower(): mode for mode in ExitMode}
 
 
 @dataclass(frozen=True)
@@ -200,13 +201,17 @@ class ServerArgs:
     max_prefill_tokens: int | None = _setting(
         None,
         SCHEDULING,
-        "prompt tokens of the requests admitted in one scheduling step; one longer prompt still goes",
+        "prompt tokens of admitted requests that are in no chunk yet; one longer prompt still goes",
         unit="tokens",
         minimum=1,
         auto="no limit",
     )
     max_prefill_batches_before_decode: int = _setting(
-        1, SCHEDULING, "prefill chunks run between two rounds", unit="chunks", minimum=1
+        1,
+        SCHEDULING,
+        "prefill chunks launched before the next round, while one may be launched",
+        unit="chunks",
+        minimum=1,
     )
     admission_scan_limit: int = _setting(
         64, SCHEDULING, "waiting requests looked at for one that fits", unit="requests", minimum=1
@@ -289,14 +294,16 @@ class ServerArgs:
     pad_to_power_of_two: bool | None = _setting(
         None,
         ROUNDS,
-        "pad rounds to powers of two, not to finer row counts; GPU only",
+        "pad rounds to powers of two or to all rows, not to finer row counts; GPU only",
         auto="off, on a GPU",
     )
     debug_poison_slots: bool = _setting(
         False, ROUNDS, "fill K/V slots with NaN whenever they are handed out: a stray read then shows"
     )
 
-    exit_mode: str = _setting("ouro", EXIT, "exit policy of requests that name none", choices=EXIT_MODES)
+    exit_mode: str = _setting(
+        "ouro", EXIT, "exit policy of requests that name none", choices=tuple(EXIT_MODES)
+    )
     lookahead_seed: int = _setting(
         0, EXIT, "seed of the head of exit mode random_lookahead", minimum=0, maximum=2**63 - 1
     )

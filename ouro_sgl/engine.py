@@ -175,7 +175,7 @@ class Engine:
         told = False
         try:
             if self._manager is not None:
-                told = self._manager.failure is None
+                told = self._manager.failure is None and self._manager.ready.is_set()
                 self._run(self._stop(self._manager))
         finally:
             self._processes.shutdown(timeout=5.0 if told else 0.0)

@@ -1,9 +1,8 @@
 """ZMQ sockets between the three processes: names, options, encoding.
 
 All sockets are ``ipc://`` files in one private directory (mode 0700, made by the launcher). Each
-edge is one PUSH/PULL pair per direction; the scheduler binds all four of its ends, so a restarted
-neighbour simply connects again and finds no stale messages. There is no high-water mark: a send
-never drops and never blocks while the peer lives.
+edge is one PUSH/PULL pair per direction, and the scheduler binds all four of its ends. There is no
+high-water mark: a send never drops and never blocks while the peer lives.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def resolve(args: ServerArgs) -> ServerArgs:
     folder = resolve_checkpoint(args.model_path, args.revision) if args.model_path else BUNDLED_MODEL
     name = args.served_model_name or args.model_path or BUNDLED_MODEL.name
     model = load_config(folder)
-    tokenizer = Path(args.tokenizer_path).expanduser() if args.tokenizer_path else folder
+    tokenizer = Path(args.tokenizer_path).expanduser().absolute() if args.tokenizer_path else folder
     if not os.path.isfile(tokenizer / "tokenizer.json"):  # Path.is_file raises where a name is too long
         raise ConfigError(f"{tokenizer} holds no tokenizer.json")
     _check_against_model(args, model, folder)
@@ -198,6 +198,11 @@ class Processes:
             if code is not None:
                 return f"the {name} process {_describe_exit(code)}"
         return None
+
+    def kill(self) -> None:
+        """Leave the children no more time; :meth:`shutdown` must follow, or be under way."""
+        for child in self._children.values():
+            child.kill()
 
     def shutdown(self, timeout: float) -> None:
         """End the children and remove the directory; may be called twice.

@@ -25,6 +25,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _leave(signum: int, frame: object) -> NoReturn:
+    for each in STOP_SIGNALS:  # a second one must not strike the way out
+        signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + signum)
 
 
@@ -52,6 +54,8 @@ def run(args: ServerArgs) -> int:
             code = runner.run(serve(args, processes.ipc_dir, processes.poll))
         told_to_end = code == 0
     finally:
+        for signum in STOP_SIGNALS:  # asyncio has put back Python's own handlers
+            signal.signal(signum, lambda signum, frame: processes.kill())
         processes.shutdown(timeout=5.0 if told_to_end else 0.5)
     return code
 

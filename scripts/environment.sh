@@ -50,25 +50,31 @@ once() {
 install_dependencies() {
     local base=$1 venv=$2 stamp=$2/.dependencies clear=
     echo "Setting up $venv (once; some minutes, and 2 to 5 GB by the build of torch)" >&2
-    # One interpreter over the environment of another would mix the two. Only what this function made
-    # is cleared, which the stamp shows.
-    if [ -e "$stamp" ] && [ "$(head -n 1 "$stamp")" != "$("$base" -V)" ]; then
-        clear=--clear
+    if ! "$venv/bin/python" -m pip -V >/dev/null 2>&1; then
+        # One interpreter over the environment of another would mix the two. Only what this function made
+        # is cleared, which the stamp shows.
+        if [ -e "$stamp" ] && [ "$(head -n 1 "$stamp")" != "$("$base" -V)" ]; then
+            clear=--clear
+        fi
+        "$base" -m venv $clear "$venv" && touch "$stamp" || return 1
     fi
-    "$base" -m venv $clear "$venv" && touch "$stamp" || return 1
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-warn-conflicts \
         -r "$LOCK" || return 1
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps "$SGLANG"
 }
 
-# SGLang finds this package through its entry points, which only an installed package has.
+# SGLang finds this package through its entry points, which only an installed package has. The links make it
+# found before a folder of its name in the current directory, which the clone itself may be.
 install_project() {
+    local packages
     "$1/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation \
-        --editable "$ROOT"
+        --editable "$ROOT" || return 1
+    packages=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return 1
+    ln -sfn "$ROOT/ouro_sgl" "$packages/ouro_sgl" && ln -sfn "$ROOT/kernels/ouro_kernels" "$packages/ouro_kernels"
 }
 
 use_python() {
-    local base venv
+    local base venv version
     PYTHON=python3
     if "$PYTHON" "$ROOT/scripts/satisfied.py" "$@" 2>/dev/null; then
         return 0
@@ -76,8 +82,10 @@ use_python() {
     base=$(base_python) || return 1
     venv=$(venv_folder "$base") || return 1
     mkdir -p "$venv" || return 1
-    once "$venv/.dependencies" "$("$base" -V; cat "$LOCK"; echo "$SGLANG")" install_dependencies "$base" "$venv" || return 1
-    once "$venv/.project" "$ROOT $(cat "$ROOT/pyproject.toml")" install_project "$venv" || return 1
+    # An environment that works is kept, whichever interpreter is first on the path now.
+    version=$("$venv/bin/python" -V 2>/dev/null) || version=$("$base" -V) || return 1
+    once "$venv/.dependencies" "$(echo "$version"; cat "$LOCK"; echo "$SGLANG")" install_dependencies "$base" "$venv" || return 1
+    once "$venv/.project" "links to $ROOT $(cat "$ROOT/pyproject.toml")" install_project "$venv" || return 1
     PYTHON="$venv/bin/python"
     export PATH="$venv/bin:$PATH"
 }

@@ -1,4 +1,4 @@
-"""Kernels of ouro_sgl: each operation of a round, with a plain-torch twin of the same signature.
+"""Kernels of ouro_sgl: each operation of a round, with a plain-torch twin of the same result.
 
 The twins are what the CPU worker runs, and what a device kernel is compared with. They are exact:
 a row's result has the same bits whatever other rows, padding, chunk borders or cache slots stand

@@ -189,9 +189,15 @@ class Application:
 
     async def _read_job(self, path: str, body: bytes) -> Job:
         now = int(time.time())
-        if len(body) <= LARGE_BODY:
-            return self._openai.job(path, body, now)
-        return await asyncio.to_thread(self._openai.job, path, body, now)
+        try:
+            if len(body) <= LARGE_BODY:
+                return self._openai.job(path, body, now)
+            return await asyncio.to_thread(self._openai.job, path, body, now)
+        except SchemaError:
+            raise
+        except RequestError:
+            self._manager.metrics.refused.inc()
+            raise
 
     async def _answer_job(self, job: Job, call: Call, send: Send) -> None:
         try:

@@ -2,12 +2,15 @@
 
 Compiling can take any time and memory (a short schema may describe an automaton of millions of
 states), so it happens in a process of its own that limits itself and may die of it: then the grammar
-is refused, and the next one gets a new process. It starts with the first grammar.
+is refused, and the next one gets a new process. It starts with the first grammar. A process that somebody
+else killed says nothing of the grammar, which is tried once more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import subprocess
 import sys
 from collections import OrderedDict
@@ -22,6 +25,8 @@ from ouro_sgl.launch import child_environment
 KINDS = ("json_schema", "regex", "ebnf")
 MAX_SOURCE_BYTES = 256 << 10
 CACHED_VERDICTS = 64
+END_SECONDS = 5.0  # from the end of its output to that of a process
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # by others: no limit of the process ends it so
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -60,7 +65,8 @@ class GrammarTrial:
         """The grammar in llguidance's notation, known to compile.
 
         Raises:
-            RequestError: it is wrong, or takes too much time or memory; names the field.
+            RequestError: it is wrong, or takes too much time or memory; names the field. Status 503: it could
+                not be tried.
         """
         verdict = self._verdicts.get(grammar)
         if verdict is None:
@@ -82,36 +88,60 @@ class GrammarTrial:
             process.kill()  # the thread, should it wait for an answer, gets none
         self._thread.shutdown()
         if self._process is not None:
+            self._process.kill()
             self._reap(self._process)
 
     def _try(self, grammar: Grammar) -> Verdict:
-        """Blocks for as long as the process takes; it limits its own time."""
-        if self._closed:
-            return Verdict(error="the server is shutting down")
-        process = self._process
-        if process is None:
-            process = self._process = subprocess.Popen(
+        """Blocks for as long as the process takes; it limits its own time.
+
+        Raises:
+            RequestError: nobody knows, for the process was killed twice or must not start any more.
+        """
+        tries = 0
+        while not self._closed and tries < 2:
+            tries += 1
+            fresh = self._process is None
+            process = self._process = self._process or subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=child_environment(),
                 process_group=0,  # Ctrl-C reaches the parent alone
             )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(msgspec.json.encode(grammar) + b"\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
+            if (
+                self._closed
+            ):  # once more, as the process is known now: either this or ``close`` sees the other
+                break
             answer = b""
-        if answer:
-            return msgspec.json.decode(answer, type=Verdict)
-        self._process = None
-        self._reap(process)
-        return Verdict(error="the grammar is too complex: compiling it takes too much time or memory")
+            assert process.stdin is not None
+            assert process.stdout is not None
+            if fresh and not process.stdout.readline():
+                self._process = None
+                self._reap(process)
+                raise RequestError(f"{grammar.kind}: the process that tries grammars cannot start", 503)
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(msgspec.json.encode(grammar) + b"\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            if answer:
+                return msgspec.json.decode(answer, type=Verdict)
+            self._process = None
+            status = self._reap(process)
+            if status == -signal.SIGALRM:
+                raise RequestError(f"{grammar.kind}: the machine is too busy to try the grammar", 503)
+            if status not in KILLED:
+                return Verdict(error="the grammar is too complex: compiling it takes too much time or memory")
+        words = (
+            "the server is shutting down" if self._closed else "the process that tries grammars was killed"
+        )
+        raise RequestError(f"{grammar.kind}: {words}", 503)
 
     @staticmethod
-    def _reap(process: subprocess.Popen[bytes]) -> None:
-        process.kill()
+    def _reap(process: subprocess.Popen[bytes]) -> int:
+        """Exit status of a process that is about to end, or is made to."""
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
         process.communicate()
+        return process.returncode

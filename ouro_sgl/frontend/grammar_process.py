@@ -1,4 +1,4 @@
-"""The process that tries out grammars: one JSON line in, one JSON line out.
+"""The process that tries out grammars: an empty line once it is ready, then one JSON line in, one out.
 
 Run as ``python -m ouro_sgl.frontend.grammar_process FOLDER VOCAB_SIZE``. A grammar that exceeds the
 limits ends the process, which is its parent's sign. So does the end of standard input.
@@ -71,6 +71,8 @@ def main(folder: Path, vocab_size: int) -> None:
     compiler = GrammarCompiler(folder, vocab_size)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
         grammar = msgspec.json.decode(line, type=Grammar)
         # Nobody handles these signals: they end the process, wherever it is.

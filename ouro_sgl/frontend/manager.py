@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 import zmq
 
-from ouro_sgl.config import ServerArgs
+from ouro_sgl.config import EXIT_MODES, ServerArgs
 from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.exit_traces import load_traces, save_traces
 from ouro_sgl.frontend.grammar import Grammar, GrammarTrial
 from ouro_sgl.frontend.metrics import Metrics
-from ouro_sgl.frontend.sampling import EXIT_MODES, Limits, mix_seed
+from ouro_sgl.frontend.sampling import Limits, mix_seed
 from ouro_sgl.frontend.schema import Expanded, GenerateBody, Prompt, convert_body, expand
 from ouro_sgl.frontend.sequence import Sequence, SequenceLogprobs
 from ouro_sgl.frontend.tokenizer import Tokenizer
@@ -243,7 +243,8 @@ class TokenizerManager:
         self.stopping = True
         self._fail_calls("the server is shutting down")
         self._loop.remove_reader(self._descriptor)
-        self._send(ShutdownReq())
+        with contextlib.suppress(zmq.Again):  # a scheduler that is not there has nothing to leave
+            self._sender.send(ShutdownReq())
         self._sender.close()
         self._receiver.close()
         self._context.term()
@@ -354,8 +355,6 @@ class TokenizerManager:
             self._names[name] = [call.sequences[index] for index in members]
         if probe:
             self._probes.update(sequence.uid for sequence in call.sequences)
-        else:
-            self.metrics.requests.inc(len(requests))
         if None in early:
             self._abort(call.sequences)
         for aborted in set(call.names) & early:
@@ -715,6 +714,10 @@ class TokenizerManager:
             self._probes.discard(message.uid)
             return
         metrics = self.metrics
+        if message.status is not None:
+            metrics.refused.inc()
+            return
+        metrics.requests.inc()
         if sequence.error is not None:
             metrics.failed.inc()
         else:

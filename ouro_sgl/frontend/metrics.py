@@ -18,11 +18,15 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a gauge per counter that says when it was made
         self._registry = CollectorRegistry()
-        self.requests = self._counter("num_requests", "sequences that were accepted", model_name)
+        self.requests = self._counter(
+            "num_requests", "sequences that were accepted and have ended", model_name
+        )
         self.aborted = self._counter("num_aborted_requests", "sequences that ended by an abort", model_name)
         self.failed = self._counter("num_failed_requests", "sequences that ended with an error", model_name)
         self.refused = self._counter(
-            "num_refused_requests", "calls that could be read and were refused", model_name
+            "num_refused_requests",
+            "calls that could be read and were refused, and sequences that could not be queued",
+            model_name,
         )
         self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of ended sequences", model_name)
         self.cached_tokens = self._counter("cached_tokens", "prompt tokens found in the cache", model_name)

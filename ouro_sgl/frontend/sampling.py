@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ouro_sgl.config import EXIT_MODES
 from ouro_sgl.errors import RequestError
 from ouro_sgl.frontend.grammar import KINDS, MAX_SOURCE_BYTES, Grammar
 from ouro_sgl.frontend.stops import StopRegexes
@@ -28,8 +29,6 @@ LARGEST = 1e30
 SMALLEST = 1e-20
 MAX_STOPS = 32
 UINT64 = (1 << 64) - 1
-
-EXIT_MODES = {mode.name.lower(): mode for mode in ExitMode}
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ async def serve(args: ServerArgs, ipc_dir: Path, children: Callable[[], str | No
         children: what happened, when a child process is dead; polled every 100 ms.
 
     Returns:
-        Exit code: 0 after a signal, 1 when a process of the server died.
+        Exit code: 0 after a signal, 128 and its number if the server was not ready yet, 1 when a process of
+        the server died or the recorded exit depths could not be written.
 
     Raises:
         ConfigError: the port, the tokenizer, the chat template or the exit trace file cannot be used.
@@ -84,12 +85,17 @@ async def serve(args: ServerArgs, ipc_dir: Path, children: Callable[[], str | No
     )
     stop, hurry = asyncio.Event(), asyncio.Event()
 
-    def on_signal() -> None:
+    early = 0  # the signal that came before the server was ready
+
+    def on_signal(signum: int) -> None:
+        nonlocal early
+        if not manager.ready.is_set():
+            early = signum
         (hurry if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, on_signal)
+        loop.add_signal_handler(signum, on_signal, signum)
     serving = loop.create_task(server.serve(sockets=[listener]))
     recorded = True
     try:
@@ -106,7 +112,9 @@ async def serve(args: ServerArgs, ipc_dir: Path, children: Callable[[], str | No
             recorded = False
     if manager.failure is not None:
         log.error("%s", manager.failure)
-    return 0 if recorded and manager.failure is None else 1
+    if not recorded or manager.failure is not None:
+        return 1
+    return 128 + early if early else 0
 
 
 async def _supervise(

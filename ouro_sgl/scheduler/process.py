@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -64,6 +65,7 @@ class SchedulerProcess:
             stdin: file descriptor whose end means that the parent is gone.
         """
         self.args = args
+        self.ipc_dir = ipc_dir
         self.context: zmq.Context[Any] = zmq.Context()
         self.from_frontend: Receiver[Any] = Receiver(
             self.context, Edge.FRONTEND_TO_SCHEDULER, ipc_dir, bind=True
@@ -85,6 +87,7 @@ class SchedulerProcess:
             self.startup()
             self.main_loop()
         except ParentGoneError:
+            shutil.rmtree(self.ipc_dir, ignore_errors=True)  # a parent that was killed has not
             return 0
         except EngineDeadError as error:
             self.report_failure(str(error))

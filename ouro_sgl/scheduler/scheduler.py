@@ -279,9 +279,10 @@ class Scheduler:
         return min((since + FLUSH_PATIENCE for _, since in self._controls), default=None)
 
     def fail_all(self, message: str) -> None:
-        """Give every request its terminal message: the worker is gone or the books are wrong."""
+        """Give every request its terminal message: the process ends, the worker is gone, or the books are
+        wrong. Slots and rows stay as they are, and nothing but :meth:`take_output` may follow."""
         for request in list(self.requests.values()):
-            self._end(request, FinishReason.ERROR, message)
+            self._report(request, FinishReason.ERROR, message=message)
 
     # ------------------------------------------------------------------ from the worker
 

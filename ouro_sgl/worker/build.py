@@ -13,10 +13,15 @@ from ouro_sgl.errors import ConfigError
 from ouro_sgl.messages import ExitMode, WorkerReady
 from ouro_sgl.models.config import OuroConfig, load_config
 from ouro_sgl.models.ouro import OuroModel
-from ouro_sgl.models.weights import dummy_weights, load_lookahead_head, load_weights, random_lookahead_head
+from ouro_sgl.models.weights import (
+    Head,
+    dummy_weights,
+    load_lookahead_head,
+    load_weights,
+    random_lookahead_head,
+)
 from ouro_sgl.worker.executor import Executor, TorchExecutor
 from ouro_sgl.worker.kv_pool import KVPool, requested_slots
-from ouro_sgl.worker.round import Head
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.worker import Worker, WorkerSettings
 
@@ -69,10 +74,6 @@ def load_checkpoint(args: ServerArgs) -> Checkpoint:
     else:  # half precision is slow on most CPUs
         dtype = torch.float32 if device.type == "cpu" else getattr(torch, config.dtype)
     context = args.context_length or config.max_position
-    if context > config.max_position:
-        raise ConfigError(
-            f"--context-length {context} is above max_position_embeddings {config.max_position}"
-        )
     if args.load_format == "dummy":
         weights = dummy_weights(config, dtype, device, args.random_seed or 0)
     else:
@@ -108,7 +109,13 @@ def build_cpu(args: ServerArgs, checkpoint: Checkpoint) -> tuple[Worker, WorkerR
     # A CPU launch is a computation: more than one round in flight gains nothing.
     settings = make_settings(args, checkpoint, slots, CPU_MAX_ROWS, rounds_in_flight=1)
     rows = make_rows(settings, checkpoint)
-    pool = KVPool(config, slots, checkpoint.dtype, checkpoint.device, poison=args.debug_poison_slots)
+    try:
+        pool = KVPool(config, slots, checkpoint.dtype, checkpoint.device, poison=args.debug_poison_slots)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"there is no memory for {slots} KV slots of {checkpoint.slot_bytes:,} bytes: give it fewer with "
+            f"--kv-cache-memory-bytes or --num-slots ({str(error).splitlines()[0]})"
+        ) from None
     executor = TorchExecutor(checkpoint.model, rows, pool, checkpoint.heads, settings.min_coda_batch_size)
     info = {"attention_backend": "torch", "chunked_prefill_size": args.chunked_prefill_size or CPU_CHUNK}
     return finish(rows, pool, executor, settings, checkpoint, info)

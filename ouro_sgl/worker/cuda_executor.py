@@ -10,11 +10,11 @@ import torch
 
 from ouro_sgl.messages import Chunk, ExitMode
 from ouro_sgl.models.ouro import OuroModel
+from ouro_sgl.models.weights import Head
 from ouro_sgl.worker.cuda_prefill import CudaPrefill, PendingChunk
 from ouro_sgl.worker.cuda_round import CudaRounds, PendingRound
 from ouro_sgl.worker.kv_pool import KVPool
 from ouro_sgl.worker.prefill import Prompt
-from ouro_sgl.worker.round import Head
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
 from ouro_sgl.worker.update import replace_weights
@@ -40,6 +40,11 @@ class CudaExecutor:
     Row state and the table columns of running rows are written on the decode stream alone, those of PREFILL
     rows where chunks run; a prompt's last hidden state crosses over only after the host has seen its chunk's
     event.
+
+    Args:
+        max_chunk: positions of the longest chunk.
+        single_stream: chunks run between rounds.
+        power_of_two: see :func:`row_buckets`. Everything else: see :class:`CudaRounds`.
     """
 
     def __init__(

@@ -19,8 +19,9 @@ from ouro_kernels.triton_ops import attention, gemm, hopper, norm, sampling, sta
 from ouro_sgl.messages import ExitMode, FinishReason, TopLogprobs
 from ouro_sgl.models.config import OuroConfig
 from ouro_sgl.models.ouro import OuroModel
+from ouro_sgl.models.weights import Head
 from ouro_sgl.worker.kv_pool import KVPool
-from ouro_sgl.worker.round import Head, RoundBlock
+from ouro_sgl.worker.round import RoundBlock
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
 
@@ -157,7 +158,18 @@ class TopBlock:
 
 
 class CudaRounds:
-    """Launches rounds over ``rows``. With ``graphs`` every bucket is captured at construction."""
+    """Launches rounds over ``rows``.
+
+    Args:
+        heads: of the exit modes that have one, apart from the model's gate.
+        min_coda_batch_size: rows that must have exited before their tokens are made.
+        buckets: row counts that rounds are padded to, ascending.
+        blocks: event blocks in pinned memory: one more than rounds in flight.
+        graphs: capture a CUDA graph of each bucket now, of those up to ``max_graph_rows`` rows and of
+            ``max_graphs`` at most, the smallest ones.
+        static_buffers: else each round allocates its own.
+        pdl: programmatic dependent launch between a round's kernels.
+    """
 
     def __init__(
         self,

@@ -9,10 +9,11 @@ from typing import Generic, Protocol, TypeVar
 
 from ouro_sgl.messages import Chunk, ExitMode
 from ouro_sgl.models.ouro import OuroModel
+from ouro_sgl.models.weights import Head
 from ouro_sgl.worker.attention import TorchAttention
 from ouro_sgl.worker.kv_pool import KVPool
 from ouro_sgl.worker.prefill import ChunkResult, Prompt, run_chunk
-from ouro_sgl.worker.round import Head, RoundBlock, RoundRunner
+from ouro_sgl.worker.round import RoundBlock, RoundRunner
 from ouro_sgl.worker.rows import Rows
 from ouro_sgl.worker.sampler import LogprobWish
 from ouro_sgl.worker.update import replace_weights
@@ -29,6 +30,8 @@ class Pending(Protocol[R]):
 
 
 class Executor(Protocol):
+    """What launches rounds and chunks for :class:`~ouro_sgl.worker.worker.Worker`, on one device."""
+
     one_stream: bool  # chunks run between rounds, not beside them
 
     def launch_round(self, running: int, wishes: dict[int, LogprobWish]) -> Pending[RoundBlock]:

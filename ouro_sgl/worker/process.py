@@ -17,6 +17,7 @@ import zmq
 from ouro_sgl.config import ServerArgs
 from ouro_sgl.errors import ConfigError
 from ouro_sgl.ipc import Edge, Receiver, Sender
+from ouro_sgl.log import setup_logging
 from ouro_sgl.messages import PlanMessage, Profile, ShutdownReq, UpdateWeights, WorkerFailed
 from ouro_sgl.worker.build import build
 from ouro_sgl.worker.profile import Profiler
@@ -78,7 +79,7 @@ def main(ipc_dir: Path) -> int:
     # because the three processes share the cores and small products gain nothing from more.
     torch.set_num_threads(1)
     args = msgspec.json.decode((ipc_dir / "config.json").read_bytes(), type=ServerArgs)
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s worker %(levelname)s %(message)s")
+    setup_logging("worker", args.log_level)
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     plans: Receiver[PlanMessage] = Receiver(context, Edge.SCHEDULER_TO_WORKER, ipc_dir, bind=False)

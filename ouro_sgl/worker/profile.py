@@ -42,7 +42,10 @@ class Profiler:
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         running = torch.profiler.profile(activities=activities)
-        running.start()
+        try:
+            running.start()
+        except RuntimeError as error:  # another profiler is at work in this process
+            return Profiled(False, f"no profile can be taken: {error}")
         self._running, self._over = running, None
         self._until = time.monotonic() + MAX_SECONDS
         return Profiled(True, f"a profile is being taken; /stop_profile writes it to {self._folder}")

@@ -15,11 +15,10 @@ from ouro_kernels.exits import OURO, OURO_DELAYED, exit_decision, gate
 
 from ouro_sgl.messages import ExitMode, FinishReason, TopLogprobs
 from ouro_sgl.models.ouro import OuroModel
+from ouro_sgl.models.weights import Head
 from ouro_sgl.worker.attention import AttentionBackend, padded_length
 from ouro_sgl.worker.rows import Rows, RowState
 from ouro_sgl.worker.sampler import LogprobWish, Sampled, Sampler
-
-Head = tuple[torch.Tensor, torch.Tensor]  # weight [H] fp32, bias [] fp32
 
 
 @dataclass

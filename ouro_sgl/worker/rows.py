@@ -1,8 +1,8 @@
 """Device-resident state of every row: what a round needs, so that no round asks the host.
 
 All columns are tensors indexed by row. Plans are the only writers besides the round itself, and
-they write between rounds: one upload and one or two device operations per plan entry, nothing that
-waits for the device.
+they write between rounds: a few uploads from pinned memory and device operations per plan entry, nothing
+that waits for the device.
 """
 
 from __future__ import annotations

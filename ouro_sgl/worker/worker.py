@@ -221,8 +221,9 @@ class Worker:
     def _must_wait(self) -> bool:
         """Whether rounds must wait until the chunk under way ends, where both share a stream.
 
-        Behind each long chunk they have T turns, a whole token, and none between its layers: more would
-        mostly read weights for the rows that decode, while the others wait for their prompts.
+        While a long chunk is under way they have T turns at most, a whole token, and none between its
+        layers: more would mostly read weights for the rows that decode, while the others wait for their
+        prompts. Where so many rounds wait that none may be launched, the next chunk goes behind them.
         """
         if not (self._executor.one_stream and self._long_chunk):
             return False

@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,23 @@ def test_children_die_with_a_killed_frontend(model: Path, temporary: Path) -> No
         server.process.kill()
         server.process.wait()
         assert wait_for(lambda: not any(alive(pid) for pid in pids))
+        assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", [0.3, 1.0, 1.6, 2.4])  # seconds; the server is ready after 2 to 3
+@pytest.mark.parametrize("pause", [None, 0.3])  # before a second interrupt
+def test_interrupts_while_it_starts(model: Path, temporary: Path, moment: float, pause: float | None) -> None:
+    with start_server(model, "--num-slots", "512") as server:
+        time.sleep(moment)
+        pids = children_of(server.process.pid)
+        server.process.send_signal(signal.SIGINT)
+        if pause is not None:
+            time.sleep(pause)
+            with suppress(ProcessLookupError):
+                server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(100) != 1, server.log()
+        assert not any(alive(pid) for pid in pids)
+        assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["ouro_sgl::scheduler", "ouro_sgl::worker"])

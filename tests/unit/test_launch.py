@@ -91,6 +91,12 @@ def test_resolve_fills_in_what_the_checkpoint_says(folder: Path) -> None:
     assert launch.resolve(args) == args
 
 
+def test_folders_are_found_from_any_other_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    args = launch.resolve(ServerArgs(model_path=folder.name, tokenizer_path=folder.name))
+    assert args.model_path == args.tokenizer_path == str(folder)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -406,7 +406,7 @@ def decode_attention(
     qkv [B, (heads + 2 kv_heads) * D], before rope; keys, values [num_slots, kv_heads, D] of one layer;
     table int32 [T * rows, max_length]; cos, sin [max_position, D / 2]; out [B, heads, D]. Lanes that
     ``work`` does not hold are not written. ``early``: under ``pdl`` the next kernel may start as soon as
-    all programs have, for one that asks for its weights meanwhile (``stream``).
+    all programs have, for one that asks for its weights meanwhile (``hopper_products``).
     """
     _, heads, head_dim = out.shape
     _decode_kernel[(work.ranges * heads,)](

@@ -1,10 +1,10 @@
 """Sampling of the exited rows: logit processing, arg-max or Gumbel-max, filters, log-probability.
 
 Two kernels. ``process`` runs over (row, vocabulary block): it rewrites the logits in place after
-penalties, the hold on end ids, bias and temperature, and leaves each block's maximum, sum of
-exponentials and best perturbed logit. ``select``, one program per row, merges the blocks in order;
-a row with top-k, top-p or min-p finds its thresholds by bisection on the value's bit pattern. Both
-return at once for places past the number of exited rows. Meaning of every parameter:
+penalties, the hold on end ids, the grammar's mask, bias and temperature, and leaves each block's
+maximum, sum of exponentials and best perturbed logit. ``select``, one program per row, merges the
+blocks in order; a row with top-k, top-p or min-p finds its thresholds by bisection on the value's bit
+pattern. Both return at once for places past the number of exited rows. Meaning of every parameter:
 ``ouro_kernels/sampling.py``, the twin.
 """
 

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from ouro_kernels.triton_ops.attention import group_size, num_groups, whole_groups
 
-FREE = tl.constexpr(0)
 LIVE = tl.constexpr(2)
 CODA = tl.constexpr(3)
 STALLED = tl.constexpr(4)

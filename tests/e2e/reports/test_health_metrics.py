@@ -116,6 +116,8 @@ def test_hlt_04_counters_add_up(script: Client) -> None:
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in ended} == {"abort"}
     for bad in ({"top_p": 0}, {"max_new_tokens": 10**7}):
         assert script.post(NATIVE, {"text": LONG, "sampling_params": bad}).status_code == 400
+    chat = {"messages": [{"role": "user", "content": LONG}], "top_logprobs": 2}
+    assert script.post("/v1/chat/completions", chat).status_code == 400
     for _ in range(5):
         assert script.get("/health_generate").status_code == 200
     after = counters(script)
@@ -123,7 +125,7 @@ def test_hlt_04_counters_add_up(script: Client) -> None:
     every = [answer["meta_info"] for answer in answers + ended]
     assert grown["num_requests"] == 13
     assert grown["num_aborted_requests"] == 3
-    assert grown["num_refused_requests"] == 2
+    assert grown["num_refused_requests"] == 3
     assert grown["num_failed_requests"] == 0
     assert grown["prompt_tokens"] == sum(map(len, prompts)) + 60
     assert grown["prompt_tokens"] == sum(meta["prompt_tokens"] for meta in every)

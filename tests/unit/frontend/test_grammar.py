@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,9 +106,32 @@ async def test_verdicts_are_remembered_and_the_process_ends(tmp_path: Path) -> N
     pid = trial._process.pid
     trial._process.kill()
     assert await trial.translate(Grammar("regex", "abc")) == first
-    with pytest.raises(RequestError, match="too complex"):  # the word of a process that is gone
-        await trial.translate(Grammar("regex", "abcd"))
-    assert await trial.translate(Grammar("regex", "abcde"))
+    assert trial._process.pid == pid
+    assert await trial.translate(Grammar("regex", "abcd"))  # whoever killed it, it was not this one
+    assert trial._process.pid != pid
     trial.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+ENDS = {
+    "killed": "print(flush=True); input(); os.kill(os.getpid(), signal.SIGKILL)",
+    "too busy": "print(flush=True); input(); os.kill(os.getpid(), signal.SIGALRM)",
+    "cannot start": "raise ImportError",
+}
+
+
+@pytest.mark.parametrize("words", ENDS)
+async def test_what_is_not_the_grammar_s_fault_is_503_and_not_remembered(tmp_path: Path, words: str) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    trial = GrammarTrial(tmp_path, 300)
+    command = trial._command
+    trial._command = [sys.executable, "-c", f"import os, signal; {ENDS[words]}"]
+    with pytest.raises(RequestError, match=f"^regex: .*{words}") as refusal:
+        await trial.translate(Grammar("regex", "abc"))
+    assert refusal.value.status == 503
+    trial._command = command
+    assert await trial.translate(Grammar("regex", "abc"))
+    trial.close()
+    with pytest.raises(RequestError, match="shutting down"):
+        trial._try(Grammar("regex", "abcd"))

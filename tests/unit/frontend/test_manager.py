@@ -498,12 +498,14 @@ async def test_counters_add_up(pair: Pair) -> None:
         await manager.generate(ask(sampling_params={"top_p": 0}))
     with pytest.raises(RequestError):
         await manager.generate(ask(extra_key="break"))
+    with pytest.raises(RequestError):
+        await manager.generate(ask(extra_key="refuse"))  # by the scheduler
     found = counters(manager)
     kept = aborted["meta_info"]["completion_tokens"]
     assert found["num_requests"] == 7
     assert found["num_aborted_requests"] == 1
     assert found["num_failed_requests"] == 1
-    assert found["num_refused_requests"] == 1
+    assert found["num_refused_requests"] == 2
     assert found["prompt_tokens"] == 3 * 5 + 2 * 2 + 3
     assert found["generation_tokens"] == 3 * 8 + 2 * 3 + kept
     # An abort tells nothing about the cache.

@@ -92,10 +92,10 @@ class WorkerThread(threading.Thread):
 class Client:
     """The frontend's two sockets, the scheduler's process and the worker's thread."""
 
-    def __init__(self, ipc_dir: Path) -> None:
+    def __init__(self, ipc_dir: Path, *program: str) -> None:
         (ipc_dir / "config.json").write_bytes(msgspec.json.encode(ARGS))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ouro_sgl.scheduler", str(ipc_dir)],
+            [sys.executable, *(program or ("-m", "ouro_sgl.scheduler")), str(ipc_dir)],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -230,6 +230,31 @@ def test_an_idle_scheduler_checks_its_books_and_sleeps(client: Client) -> None:
     time.sleep(1.0)
     assert cpu_ticks() - before <= 0.05 * os.sysconf("SC_CLK_TCK")
     assert Path(f"/proc/{client.process.pid}/cmdline").read_bytes().startswith(b"ouro_sgl::scheduler")
+
+
+WRONG_BOOKS = """
+import sys
+from pathlib import Path
+from ouro_sgl.errors import IntegrityError
+from ouro_sgl.kvcache.pool import SlotPool
+from ouro_sgl.scheduler.process import main
+
+def check(*_):
+    raise IntegrityError("slot 7 is nobody's")
+
+SlotPool.check = check
+sys.exit(main(Path(sys.argv[1])))
+"""
+
+
+def test_an_idle_scheduler_whose_books_are_wrong_says_so_and_ends(tmp_path: Path) -> None:
+    client = Client(tmp_path, "-c", WRONG_BOOKS)
+    client.start()
+    message = client.next()
+    assert isinstance(message, SchedulerFailed)
+    assert "slot 7 is nobody's" in message.message
+    assert client.process.wait(100) == 1
+    client.close()
 
 
 def test_a_worker_that_fails_ends_every_request(client: Client) -> None:

@@ -299,7 +299,7 @@ def test_siblings_go_on_waiting_for_a_leader_that_is_retracted() -> None:
 
 
 @pytest.mark.parametrize("replays", [False, True])
-@pytest.mark.parametrize("end", ["abort", "stop", "fail", "pause"])
+@pytest.mark.parametrize("end", ["abort", "stop", "pause"])
 def test_a_retracted_request_can_end_in_the_queue_and_in_its_replay(end: str, replays: bool) -> None:
     scheduler = three_tokens()
     pause(scheduler, "retract")
@@ -316,8 +316,6 @@ def test_a_retracted_request_can_end_in_the_queue_and_in_its_replay(end: str, re
         scheduler.abort([0])
     elif end == "stop":
         scheduler.stop(0, 3 if replays else 2)
-    elif end == "fail":
-        scheduler.fail_all("the worker died")
     else:
         pause(scheduler, "abort")
     batch = scheduler.take_output()
@@ -430,6 +428,23 @@ def test_a_stop_in_the_midst_of_a_prompt_that_is_computed_again_caches_nothing_o
     scheduler.check_integrity()
     assert scheduler.idle
     assert scheduler.pool.radix.cached == 0
+
+
+def test_a_request_that_waits_takes_nothing_of_older_weights() -> None:
+    scheduler = make_scheduler(num_slots=150, schedule_policy="lpm")
+    scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=20)))
+    scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, 1))
+    scheduler.add(GenerateReq(1, [*PROMPT, 96], RowParams(max_new_tokens=20)))
+    scheduler.step()
+    assert scheduler.requests[1].match[1] == len(PROMPT)  # but there is no room
+    pause(scheduler, "in_place")
+    control(scheduler, ControlOp.UPDATE_WEIGHTS, model_path="/new", weight_version=None)
+    scheduler.weights_updated(WeightsUpdated(True, "done"))
+    assert [reply.ok for reply in scheduler.take_replies(0.0)] == [True]
+    resume(scheduler)
+    scheduler.process_events(RoundEvents(0, 0, 1, [0], [1], [4], [3], [4], [FinishReason.LENGTH]))
+    (admit,) = plan_of(scheduler).admits
+    assert admit.cached_len == 0
 
 
 def test_retracted_requests_take_no_room_in_the_queue_while_their_rows_drain() -> None:

@@ -363,6 +363,19 @@ def test_a_dead_worker_ends_every_request_once() -> None:
     assert scheduler.take_output() is None
 
 
+def test_wrong_books_do_not_keep_a_request_from_its_end() -> None:
+    scheduler = started({}, PROMPT, max_new_tokens=40)
+    scheduler.add(GenerateReq(1, PROMPT, RowParams(max_new_tokens=40)))
+    scheduler.step()
+    scheduler.pool.reserved = 0
+    with pytest.raises(IntegrityError):
+        scheduler.check_integrity()
+    scheduler.fail_all("the books are wrong")
+    batch = scheduler.take_output()
+    assert batch is not None
+    assert sorted(f.uid for f in batch.finished) == [0, 1]
+
+
 @pytest.mark.parametrize("position", [3, 5])
 def test_an_event_out_of_order_is_an_error(position: int) -> None:
     scheduler = started({}, PROMPT)
@@ -438,6 +451,34 @@ def test_generated_tokens_in_the_cache(mode: str, extra: int | None, loops: int)
     if extra is None:
         extra = 6 if loops == 4 else 0
     assert sim.answers[uid].finished.cached_tokens == 5 + extra  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("end", [FinishReason.ERROR, FinishReason.ABORT])
+def test_what_a_row_generated_before_it_failed_is_not_cached(end: FinishReason) -> None:
+    scheduler = started({"radix_insert_generated": "always"}, PROMPT)
+    token(scheduler, 4, 4)
+    token(scheduler, 5, 4)
+    if end is FinishReason.ERROR:
+        token(scheduler, 6, 4, end)
+    else:
+        scheduler.abort([0])
+        scheduler.process_events(RoundEvents(plan_of(scheduler).plan_id, 0, 1))
+    scheduler.check_integrity()
+    assert scheduler.idle
+    assert scheduler.pool.radix.cached == 4 * len(PROMPT)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_request_that_waits_finds_what_was_cached_meanwhile(policy: str) -> None:
+    scheduler = make_scheduler(max_rows=1, schedule_policy=policy)
+    scheduler.add(GenerateReq(0, PROMPT, RowParams(max_new_tokens=1)))
+    scheduler.add(GenerateReq(1, [*PROMPT, 96], RowParams(max_new_tokens=1)))
+    assert len(plan_of(scheduler).admits) == 1
+    scheduler.process_events(RoundEvents(1, 0, 1))
+    scheduler.step()
+    token(scheduler, 4, 4, FinishReason.LENGTH)
+    (admit,) = plan_of(scheduler).admits
+    assert admit.cached_len == len(PROMPT)
 
 
 def test_siblings_wait_for_the_prompt_of_their_leader() -> None:

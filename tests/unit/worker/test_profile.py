@@ -66,6 +66,21 @@ def test_a_folder_that_is_none_is_named(folder: str) -> None:
     assert profiler.handle(Profile(None)).message == "no profile is being taken"
 
 
+def test_a_profile_beside_another_profiler_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: torch.profiler.profile) -> None:
+        raise RuntimeError("another one is at work")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler.profile, "start", start)
+        profiler = Profiler()
+        refused = profiler.handle(Profile(str(tmp_path)))
+        assert not refused.ok
+        assert "another one is at work" in refused.message
+    assert profiler.handle(Profile(None)).message == "no profile is being taken"
+
+
 @pytest.mark.parametrize("now_a_file", [False, True])
 def test_a_folder_that_is_gone_at_the_end_is_an_answer(tmp_path: Path, now_a_file: bool) -> None:
     folder = tmp_path / "traces"

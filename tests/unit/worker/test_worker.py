@@ -109,6 +109,20 @@ def test_a_row_stalls_without_grants_and_goes_on_with_them(model: Model) -> None
     assert worker.rows.state[2] == RowState.DONE
 
 
+def test_grants_that_come_before_idle_rounds_are_read_wake_the_row(model: Model) -> None:
+    worker = make(model, rounds_in_flight=3)
+    worker.apply(admission(2, 7, [10, 11], RowParams(max_new_tokens=6, temperature=0.0), 0))
+    first: list[RoundEvents] = []
+    for _ in range(400):
+        report = worker.step()
+        first += [report] if report is not None else []
+        if tokens(first, 2):
+            break
+    assert tokens(first, 2) == [12]
+    worker.apply(StepPlan(2, grants=[grant(2, 7, 2, 5, 100)]))
+    assert tokens(run(worker), 2) == [13, 14, 15, 16, 17]
+
+
 def test_length_is_tested_before_end_ids(model: Model) -> None:
     worker = make(model)
     params = RowParams(max_new_tokens=3, temperature=0.0, end_ids=[13])
