@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -358,10 +359,23 @@ async def test_prompt_limits(pair: Pair) -> None:
             await manager.generate(payload)
 
 
-async def test_long_texts_are_tokenized_beside_the_loop(folder: Path) -> None:
+async def test_long_texts_are_tokenized_beside_the_loop(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running(folder, context_length=100_000, served_length=100_000) as (manager, _):
         text = "hello " * 5000
-        answer: Any = await manager.generate(ask(text, sampling_params={"max_new_tokens": 1}))
+        turned = threading.Event()
+        inner = manager.tokenizer.encode
+
+        def encode(text: str) -> list[int]:
+            assert turned.wait(50), "the loop stood still"
+            return inner(text)
+
+        monkeypatch.setattr(manager.tokenizer, "encode", encode)
+        call = asyncio.create_task(manager.generate(ask(text, sampling_params={"max_new_tokens": 1})))
+        await asyncio.sleep(0.01)
+        turned.set()
+        answer: Any = await call
         assert answer["meta_info"]["prompt_tokens"] == len(text)
 
 
