@@ -95,7 +95,8 @@ class GrammarTrial:
         """Blocks for as long as the process takes; it limits its own time.
 
         Raises:
-            RequestError: nobody knows, for the process was killed twice or must not start any more.
+            RequestError: status 503, nobody knows: the process cannot start, must not any more, was killed
+                twice, or the machine was too busy.
         """
         tries = 0
         while not self._closed and tries < 2:
@@ -108,9 +109,8 @@ class GrammarTrial:
                 env=child_environment(),
                 process_group=0,  # Ctrl-C reaches the parent alone
             )
-            if (
-                self._closed
-            ):  # once more, as the process is known now: either this or ``close`` sees the other
+            # Once more, as the process is known now: either this or ``close`` sees the other.
+            if self._closed:
                 break
             answer = b""
             assert process.stdin is not None
@@ -131,10 +131,8 @@ class GrammarTrial:
                 raise RequestError(f"{grammar.kind}: the machine is too busy to try the grammar", 503)
             if status not in KILLED:
                 return Verdict(error="the grammar is too complex: compiling it takes too much time or memory")
-        words = (
-            "the server is shutting down" if self._closed else "the process that tries grammars was killed"
-        )
-        raise RequestError(f"{grammar.kind}: {words}", 503)
+        why = "the server is shutting down" if self._closed else "the process that tries grammars was killed"
+        raise RequestError(f"{grammar.kind}: {why}", 503)
 
     @staticmethod
     def _reap(process: subprocess.Popen[bytes]) -> int:

@@ -28,7 +28,7 @@ class SamplingParamsDoc(BaseModel):
     stop_regex: str | list[str] | None = Field(
         None,
         description="RE2 patterns, at most 32 of 256 bytes; matches of more than 4096 bytes may be missed; "
-        "a request whose patterns take too much time is ended with 400",
+        "a request whose patterns take too much time is ended with 400; streams may show part of a match",
     )
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = Field(False, description="go on after end ids and stop_token_ids")
