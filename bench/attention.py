@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -32,16 +33,21 @@ CELLS = [
 ]
 
 
-def graph_time(launch: object, repeats: int = 3) -> float:
-    """Median seconds of one call, from replays of a graph of ``repeats`` calls."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+def captured(launch: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of so many calls; what the first one compiles or allocates is done before."""
+    with torch.cuda.stream(torch.cuda.Stream()):
         launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(repeats):
+        for _ in range(calls):
             launch()
+    return graph
+
+
+def graph_time(launch: Callable[[], object], repeats: int = 3) -> float:
+    """Median seconds of one call, from replays of a graph of ``repeats`` calls."""
+    graph = captured(launch, repeats)
     return triton.testing.do_bench(graph.replay, warmup=5, rep=40, return_mode="median") / 1e3 / repeats
 
 

@@ -22,6 +22,7 @@ import torch
 from ouro_kernels.triton_ops import hopper, norm, prefill
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from bench.attention import captured
 from bench.cells import run_all
 from bench.gpu import Bench, config_1_4b, make_model
 
@@ -34,24 +35,13 @@ CHUNKS = {"4x1024": [(0, 1024)] * 4, "4096": [(0, 4096)]} | {
 
 def medians(arms: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
     """Seconds of one call of each."""
-    graphs = {name: captured(call) for name, call in arms.items()}
+    graphs = {name: captured(call, CALLS) for name, call in arms.items()}
     found: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(3):
         for name, graph in graphs.items():
             repeat(graph, seconds)
             found[name].append(repeat(graph, seconds) / CALLS)
     return {name: statistics.median(values) for name, values in found.items()}
-
-
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of CALLS of it; what the first call compiles or allocates is done before."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return graph
 
 
 def repeat(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
