@@ -161,3 +161,10 @@ def test_a_stop_while_starting_leaves_nothing(model: Path) -> None:
         pids = children_of(pid)
         server.stop()
         assert wait_for(lambda: not any(alive(child) for child in pids))
+
+
+def test_more_slots_than_memory_is_one_line(model: Path) -> None:
+    with start_server(model, "--kv-cache-memory-bytes", str(10**16)) as server:
+        assert server.process.wait(READY_TIMEOUT) == 1
+        assert "there is no memory for" in server.log()
+        assert "Traceback" not in server.log()
