@@ -119,10 +119,11 @@ def test_children_die_with_a_killed_frontend(model: Path, temporary: Path) -> No
         assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("moment", [0.3, 1.0, 1.6, 2.4])  # seconds; the server is ready after 2 to 3
+@pytest.mark.parametrize("moment", [0.0, 0.5, 1.0, 2.0])  # seconds; the server is ready after about 2
 @pytest.mark.parametrize("pause", [None, 0.3])  # before a second interrupt
 def test_interrupts_while_it_starts(model: Path, temporary: Path, moment: float, pause: float | None) -> None:
     with start_server(model, "--num-slots", "512") as server:
+        assert wait_for(lambda: any(temporary.glob("ouro_sgl-*")))
         time.sleep(moment)
         pids = children_of(server.process.pid)
         server.process.send_signal(signal.SIGINT)
@@ -130,7 +131,7 @@ def test_interrupts_while_it_starts(model: Path, temporary: Path, moment: float,
             time.sleep(pause)
             with suppress(ProcessLookupError):
                 server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(100) != 1, server.log()
+        assert server.process.wait(100) in (0, 130), server.log()
         assert not any(alive(pid) for pid in pids)
         assert list(temporary.iterdir()) == []
 
